@@ -1,0 +1,84 @@
+"""The engine thread: the only one that touches the engine, its pool and its tensors.
+
+Commands come in through one queue, from any thread. A turn takes the commands that are there, runs one step, and
+hands out their events. With nothing to compute the thread blocks on the queue; it never polls.
+
+    started -> running -> stopped    stop() was called
+                       -> failed     an exception; EngineFailed was the last event
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from engine.engine import Engine
+from engine.errors import EngineDead
+from engine.messages import Abort, Command, EngineFailed, Event, LedgerSnapshot, Release
+
+logger = logging.getLogger(__name__)
+
+
+class EngineThread:
+    def __init__(
+        self,
+        engine: Engine,
+        on_events: Callable[[list[Event]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_events` runs on the engine thread, once for the commands of a turn and once for its step, never
+        with an empty list. It must hand the events over and return."""
+        self._engine = engine
+        self._on_events = on_events
+        self._clock = clock
+        self._commands: SimpleQueue[Command | None] = SimpleQueue()
+        self._ledger = engine.ledger()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, command: Command) -> None:
+        """Thread-safe, never blocks. Raises EngineDead once the thread has ended, except for Abort and Release,
+        which are ignored then as they are for any request that has ended."""
+        if not self._ended.is_set():
+            self._commands.put(command)
+        elif not isinstance(command, Abort | Release):
+            raise EngineDead("the engine has ended")
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread after the step it is in; what is still queued is dropped. False: it has not ended yet.
+        Thread-safe, may be called twice."""
+        self._commands.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def ledger(self) -> LedgerSnapshot:
+        """As of the end of the last turn. Thread-safe: the snapshot is immutable and swapped whole."""
+        return self._ledger
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception as error:
+            logger.exception("the engine failed")
+            self._ended.set()
+            self._on_events([EngineFailed(f"{type(error).__name__}: {error}")])
+        finally:
+            self._ended.set()
+
+    def _turn(self) -> bool:
+        """False: stop."""
+        if not self._engine.has_work():
+            if not self._handle(self._commands.get()):
+                return False
+        # Only those that are there now: commands that keep coming must not keep a step from running.
+        for _ in range(self._commands.qsize()):
+            if not self._handle(self._commands.get()):
+                return False
+        return True

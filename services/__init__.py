@@ -1,0 +1,1 @@
+"""The processes: gateway, prefill, decode, and the command line that starts them."""

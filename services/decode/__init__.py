@@ -1,0 +1,1 @@
+"""Decode: reserve blocks, take in KV, generate."""

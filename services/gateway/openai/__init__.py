@@ -1,0 +1,1 @@
+"""The OpenAI wire formats: what requests may say, and how answers and errors look."""

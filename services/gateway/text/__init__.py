@@ -1,0 +1,1 @@
+"""Everything that knows what tokens spell: tokenizer, chat template, detokenizer, stop strings."""

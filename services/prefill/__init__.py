@@ -1,0 +1,1 @@
+"""Prefill: compute the KV of a prompt, sample its first token, ship the KV."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 from engine.kv_cache import KvCache
 from engine.runner import ScheduledSeq
@@ -155,9 +155,7 @@ def _num_context_blocks(seq: ScheduledSeq, block_size: int) -> int:
     return -(-(seq.start + len(seq.token_ids)) // block_size)
 
 
-def _group(
-    decodes: list[int], seqs: Sequence[ScheduledSeq], block_size: int, max_tokens: int
-) -> list[list[int]]:
+def _group(decodes: list[int], seqs: Sequence[ScheduledSeq], block_size: int, max_tokens: int) -> list[list[int]]:
     """Cut `decodes`, longest first, into runs of similar context whose padded size stays under `max_tokens`."""
     groups: list[list[int]] = []
     longest = 0

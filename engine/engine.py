@@ -46,9 +46,7 @@ Clock = Callable[[], float]
 
 
 class Engine:
-    def __init__(
-        self, config: EngineConfig, runner: Runner, vocab_size: int, model_fingerprint: bytes = b""
-    ) -> None:
+    def __init__(self, config: EngineConfig, runner: Runner, vocab_size: int, model_fingerprint: bytes = b"") -> None:
         """`model_fingerprint` goes into the keys of cached blocks."""
         self._config = config
         self._runner = runner
@@ -93,8 +91,8 @@ class Engine:
             case Release(request_id):
                 return self._release(request_id)
             case Abort(request_id):
-                request = self._requests.get(request_id)
-                return [] if request is None else [self._finish(request, "abort")]
+                ended = self._requests.get(request_id)
+                return [] if ended is None else [self._finish(ended, "abort")]
 
     def _add(self, spec: EngineRequest, now: float) -> list[Event]:
         try:

@@ -79,7 +79,11 @@ class KvCache:
             pages[:, slot : slot + length] = source[:, start : start + length]
 
     def _shaped(self, slots: Slots, buffer: Buffer) -> Buffer:
-        assert buffer.nbytes == len(slots) * self.bytes_per_token, (buffer.nbytes, len(slots), self.bytes_per_token)
+        assert buffer.nbytes == len(slots) * self.bytes_per_token, (
+            buffer.nbytes,
+            len(slots),
+            self.bytes_per_token,
+        )
         num_slots = self._bytes.shape[1]
         assert len(slots) == 0 or (slots.min() >= 0 and slots.max() < num_slots), (slots.min(), slots.max())
         return buffer.reshape(self._num_rows, len(slots), self._row_bytes)

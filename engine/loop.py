@@ -74,11 +74,31 @@ class EngineThread:
 
     def _turn(self) -> bool:
         """False: stop."""
-        if not self._engine.has_work():
-            if not self._handle(self._commands.get()):
-                return False
-        # Only those that are there now: commands that keep coming must not keep a step from running.
-        for _ in range(self._commands.qsize()):
-            if not self._handle(self._commands.get()):
-                return False
+        commands = self._take()
+        if commands is None:
+            return False
+        events = [event for command in commands for event in self._engine.handle(command, self._clock())]
+        self._publish(events)
+        if self._engine.has_work():
+            self._publish(self._engine.step(self._clock))
+        elif self._engine.is_empty():
+            self._engine.check_integrity()
         return True
+
+    def _take(self) -> list[Command] | None:
+        """The commands that are there now, at least one if there is nothing to compute. None: stop. Those that keep
+        coming meanwhile do not keep a step from running."""
+        commands: list[Command] = []
+        wanted = self._commands.qsize() if self._engine.has_work() else max(1, self._commands.qsize())
+        while len(commands) < wanted:
+            command = self._commands.get()
+            if command is None:
+                return None
+            commands.append(command)
+        return commands
+
+    def _publish(self, events: list[Event]) -> None:
+        """The ledger first: whoever acts on an event finds it there."""
+        self._ledger = self._engine.ledger()
+        if events:
+            self._on_events(events)

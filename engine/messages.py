@@ -4,7 +4,8 @@ The owner (a service's event loop) submits commands; the engine answers with eve
 A request lives in exactly one of these ways:
 
     AddRequest                      -> TokenOut* -> Finished
-    AddRequest(prefill_only=True)   -> KvComputed* -> TokenOut -> PrefillDone -> [ReadKv -> KvRead]* -> Release -> Released
+    AddRequest(prefill_only=True)   -> KvComputed* -> TokenOut -> PrefillDone -> [ReadKv -> KvRead]*
+                                    -> Release -> Released
                                        (a first token that ends the request: TokenOut -> Finished, nothing is held)
     Reserve                         -> Reserved -> [WriteKv -> KvWritten]* -> StartDecode -> TokenOut* -> Finished
                                     -> Refused
@@ -185,7 +186,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """"busy": not now, no block was taken. "invalid": never; `message` and `param` say why."""
+    """ "busy": not now, no block was taken. "invalid": never; `message` and `param` say why."""
 
     request_id: str
     reason: Literal["busy", "invalid"]

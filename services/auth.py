@@ -34,7 +34,12 @@ def handoff_key(
     secret: str, handoff_id: bytes, attempt: int, prefill_incarnation: str, decode_incarnation: str
 ) -> bytes:
     """HMAC-SHA256 over the length-prefixed fields: 32 bytes that only a holder of the secret can make."""
-    fields = (handoff_id, struct.pack(">I", attempt), prefill_incarnation.encode(), decode_incarnation.encode())
+    fields = (
+        handoff_id,
+        struct.pack(">I", attempt),
+        prefill_incarnation.encode(),
+        decode_incarnation.encode(),
+    )
     message = b"kvbaton handoff v1" + b"".join(struct.pack(">I", len(field)) + field for field in fields)
     return hmac.new(secret.encode(), message, hashlib.sha256).digest()
 

@@ -47,8 +47,8 @@ async def _demo(config: ServeConfig, model: Any, question: str, max_tokens: int)
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
                 request_id = await _chat(session, layout, shown, question, max_tokens)
                 record = await _record(session, layout, request_id)
-            _show(shown, record)
-            await _check_handed_off(record)
+            _check_handed_off(record)
+            shown.print(timeline(record))
     except (StartFailed, DemoFailed) as error:
         shown.print(f"[red]demo failed:[/red] {error}")
         return 1
@@ -87,6 +87,41 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
     async for line in response.content:
         if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
             yield json.loads(line[6:])
+
+
+def _check_handed_off(record: dict[str, Any]) -> None:
+    if not record["transfer"]:
+        raise DemoFailed(f"no KV moved between the workers: {record['attempts']}")
+
+
+def timeline(record: dict[str, Any]) -> Table:
+    """The parts of one request as bars on a common scale: what came before the first token, and what after."""
+    gateway, prefill, transfer, decode = (record[part] for part in ("gateway", "prefill", "transfer", "decode"))
+    moved, seconds = transfer["bytes"], transfer["seconds"]
+    rate = moved / seconds / 1e9 if seconds else 0.0
+    rows = [
+        ("gateway: tokenize", gateway["tokenize_s"], f"{record['num_prompt_tokens']} prompt tokens"),
+        ("gateway: queue", gateway["queue_s"], ""),
+        ("decode: reserve", gateway["reserve_s"] or 0.0, decode["worker"]),
+        ("prefill: queue", prefill["queue_s"], prefill["worker"]),
+        ("prefill: compute", prefill["compute_s"], f"{prefill['num_cached_tokens']} tokens were cached"),
+        ("first token", record["first_token_at"], "from the request's arrival (TTFT)"),
+        ("transfer", seconds, f"{moved / 1e6:.1f} MB, {rate:.2f} GB/s, lane {transfer['lane']}"),
+        ("decode: first step", decode["first_step_s"], ""),
+        (
+            "decode",
+            decode["decode_s"],
+            f"{record['num_output_tokens']} tokens, {decode['tokens_per_s'] or 0:.1f} tokens/s",
+        ),
+        ("total", record["total_s"], ""),
+    ]
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title, justify in (("where the time went", "left"), ("ms", "right"), ("", "left"), ("", "left")):
+        table.add_column(title, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    longest = max(row[1] for row in rows) or 1.0
+    for name, value, detail in rows:
+        table.add_row(name, f"{value * 1e3:.1f}", "━" * round(BAR_CELLS * value / longest), str(detail))
+    return table
 
 
 async def _record(session: aiohttp.ClientSession, layout: SystemPlan, request_id: str) -> dict[str, Any]:

@@ -101,7 +101,7 @@ async def serve(
             return 1
         on_drain()
         deadline = loop.time() + drain_s
-        while not is_idle() and loop.time() < deadline and signals < 2:
+        while not is_idle() and loop.time() < deadline and signals < 2:  # noqa: ASYNC110 - many places change it
             await asyncio.sleep(POLL_S)
         return 0
     finally:

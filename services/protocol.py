@@ -1,8 +1,8 @@
 """What travels between gateway, prefill and decode: frozen types, msgpack, versioned.
 
-    gateway -> decode   POST /v1/generate  GenerateRequest   => Reserved | Accepted | Busy, then Tokens*, then Finish | Failure
-    gateway -> prefill  POST /v1/prefill   PrefillRequest    => Busy | Tokens?, then Transferred | Finish | Failure
-    gateway -> worker   GET  /v1/worker                      => WorkerInfo
+    gateway -> decode   POST /v1/generate  GenerateRequest => Busy | (Reserved | Accepted) Tokens* (Finish | Failure)
+    gateway -> prefill  POST /v1/prefill   PrefillRequest  => Busy | Tokens? (Transferred | Finish | Failure)
+    gateway -> worker   GET  /v1/worker                    => WorkerInfo
 
 An answer is a stream of frames, each a 4-byte big-endian length and one msgpack map tagged "t". Closing the
 stream is the cancel. A stream that ends without Finish, Failure, Transferred or Busy was cut: the caller treats
@@ -38,7 +38,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
 # Requests
 
 
-class Sampling(Message):
+class Sampling(Message, frozen=True):
     """The wire form of engine.sampling_params.SamplingParams, where the fields are documented."""
 
     max_tokens: int
@@ -57,7 +57,7 @@ class Sampling(Message):
     logprobs: int | None = None
 
 
-class Work(Message):
+class Work(Message, frozen=True):
     """One choice of one request: what a worker needs to compute it from anywhere in its life."""
 
     request_id: str
@@ -71,7 +71,7 @@ class Work(Message):
     cache_domain: bytes = b""
 
 
-class Handoff(Message):
+class Handoff(Message, frozen=True):
     """Names one attempt to pass one request from prefill to decode. Minted by the gateway."""
 
     handoff_id: bytes
@@ -85,7 +85,7 @@ class Handoff(Message):
     """HMAC-SHA256 by the service secret over the other fields: see services.auth.handoff_key."""
 
 
-class GenerateRequest(Message):
+class GenerateRequest(Message, frozen=True):
     work: Work
     version: int = PROTOCOL_VERSION
     handoff: Handoff | None = None
@@ -94,7 +94,7 @@ class GenerateRequest(Message):
     """With a handoff: an uncached part up to this many tokens is computed by decode all the same."""
 
 
-class Reservation(Message):
+class Reservation(Message, frozen=True):
     """Where and what prefill ships."""
 
     fabric_address: str
@@ -103,7 +103,7 @@ class Reservation(Message):
     """Decode already has the KV of this many leading tokens."""
 
 
-class PrefillRequest(Message):
+class PrefillRequest(Message, frozen=True):
     work: Work
     version: int = PROTOCOL_VERSION
     handoff: Handoff | None = None
@@ -114,26 +114,26 @@ class PrefillRequest(Message):
 # Frames
 
 
-class TokenLogprob(Message):
+class TokenLogprob(Message, frozen=True):
     logprob: float
     top: list[tuple[int, float]] = []
 
 
-class Reserved(Message, tag_field="t", tag="reserved"):
+class Reserved(Message, frozen=True, tag_field="t", tag="reserved"):
     reservation: Reservation
 
 
-class Accepted(Message, tag_field="t", tag="accepted"):
+class Accepted(Message, frozen=True, tag_field="t", tag="accepted"):
     """Decode computes the prompt itself."""
 
 
-class Busy(Message, tag_field="t", tag="busy"):
+class Busy(Message, frozen=True, tag_field="t", tag="busy"):
     """No room now. Nothing was allocated; try another worker or later."""
 
     message: str = ""
 
 
-class Tokens(Message, tag_field="t", tag="tokens"):
+class Tokens(Message, frozen=True, tag_field="t", tag="tokens"):
     """Output tokens [index, index + len(token_ids)). Prefill and decode both send token 0: the reader keeps the
     first of each index."""
 
@@ -143,7 +143,7 @@ class Tokens(Message, tag_field="t", tag="tokens"):
     """Empty, or one a token."""
 
 
-class Stats(Message):
+class Stats(Message, frozen=True):
     """engine.messages.RequestStats, with the transfer's figures where there was one."""
 
     queue_s: float = 0.0
@@ -161,18 +161,18 @@ class Stats(Message):
     lane: str = ""
 
 
-class Transferred(Message, tag_field="t", tag="transferred"):
+class Transferred(Message, frozen=True, tag_field="t", tag="transferred"):
     """Decode has acknowledged; prefill is done with the request."""
 
     stats: Stats
 
 
-class Finish(Message, tag_field="t", tag="finish"):
+class Finish(Message, frozen=True, tag_field="t", tag="finish"):
     reason: Literal["stop", "length"]
     stats: Stats
 
 
-class Failure(Message, tag_field="t", tag="failure"):
+class Failure(Message, frozen=True, tag_field="t", tag="failure"):
     message: str
     kind: Literal["invalid", "unavailable", "deadline", "transfer", "internal"]
     """invalid: the client's fault, the same everywhere. The others may succeed on another worker or attempt."""
@@ -185,7 +185,7 @@ Frame = Reserved | Accepted | Busy | Tokens | Transferred | Finish | Failure
 # Prefill to decode, inside the commit of a transfer
 
 
-class HandoffState(Message):
+class HandoffState(Message, frozen=True):
     """What decoding needs beyond KV. Sampling depends on (seed, choice, output index) only, penalties on the token
     ids, so the sampler's position and counts travel as `index` and the token itself."""
 
@@ -197,7 +197,7 @@ class HandoffState(Message):
 # Worker description
 
 
-class Fingerprint(Message):
+class Fingerprint(Message, frozen=True):
     """What two workers must share so that one's KV means the same to the other."""
 
     wire_version: int
@@ -216,7 +216,7 @@ class Fingerprint(Message):
         return None
 
 
-class WorkerInfo(Message):
+class WorkerInfo(Message, frozen=True):
     role: Role
     incarnation: str
     """New for each process start."""

@@ -86,7 +86,9 @@ def load(
 
 def refuse_unknown(environ: Mapping[str, str], known: Iterable[str], *, prog: str) -> None:
     names = {env_name(name) for name in known}
-    unknown = [key for key in environ if key.startswith(ENV_PREFIX) and key not in names and not _SERVICE_LINK.search(key)]
+    unknown = [
+        key for key in environ if key.startswith(ENV_PREFIX) and key not in names and not _SERVICE_LINK.search(key)
+    ]
     if unknown:
         _stop(prog, [f"unknown setting {name} in the environment" for name in sorted(unknown)])
 

@@ -1,10 +1,11 @@
 """Tensors of a Hugging Face checkpoint, read from safetensors files only (no pickle).
 
-    shards = Checkpoint.open(directory)     headers: which tensor is in which file; nothing is read yet
-    with shards.reader() as read: read(name) -> CPU tensor backed by the mapped file
+    with Checkpoint.open(directory, ...) as checkpoint:     headers are read, files mapped
+        checkpoint.take(name, *shape)                       a tensor, cast and on its device
+        checkpoint.finish()                                 nothing may be left
 
 Every tensor that a model takes is taken by name; `Checkpoint.finish` refuses what nobody took, so that no weight is
-left out in silence. The one module that imports safetensors.
+left out in silence.
 """
 
 from __future__ import annotations
@@ -54,9 +55,7 @@ def read_headers(directory: Path) -> dict[str, TensorInfo]:
     if (directory / INDEX_NAME).exists():
         return _read_sharded(directory)
     if not (directory / SINGLE_NAME).exists():
-        raise CheckpointError(
-            f"{directory} holds neither {SINGLE_NAME} nor {INDEX_NAME}: only safetensors are read"
-        )
+        raise CheckpointError(f"{directory} holds neither {SINGLE_NAME} nor {INDEX_NAME}: only safetensors are read")
     return _read_header(directory / SINGLE_NAME)
 
 
@@ -67,9 +66,7 @@ def _read_sharded(directory: Path) -> dict[str, TensorInfo]:
     for shard in sorted({_shard_name(index, value) for value in weight_map.values()}):
         if not (directory / shard).exists():
             missing = sorted(name for name, value in weight_map.items() if value == shard)
-            raise CheckpointError(
-                f"{INDEX_NAME} names {shard}, which is missing; it holds {_listed(missing)}"
-            )
+            raise CheckpointError(f"{INDEX_NAME} names {shard}, which is missing; it holds {_listed(missing)}")
         for name, info in _read_header(directory / shard).items():
             if name in tensors:
                 raise CheckpointError(f"tensor {name} is in both {tensors[name].path.name} and {shard}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 from engine.errors import CheckpointError
 from engine.model_config import ModelConfig
@@ -137,7 +137,12 @@ def _embeddings(checkpoint: Checkpoint, config: ModelConfig) -> tuple[torch.Tens
 
 
 def _layer(checkpoint: Checkpoint, config: ModelConfig, prefix: str) -> Layer:
-    hidden, q_size, kv_size, inner = config.hidden_size, config.q_size, config.kv_size, config.intermediate_size
+    hidden, q_size, kv_size, inner = (
+        config.hidden_size,
+        config.q_size,
+        config.kv_size,
+        config.intermediate_size,
+    )
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
     # A buffer that checkpoints of early transformers releases carry: recomputed here from rope_theta.
     checkpoint.ignore(f"{attention}rotary_emb.inv_freq")

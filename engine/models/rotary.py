@@ -34,9 +34,7 @@ def _llama3(inv_freq: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     return torch.where(wavelength < context / rope.high_freq_factor, inv_freq, scaled)
 
 
-def cos_sin(
-    positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cos_sin(positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """For positions (T,): two of (T, 1, head_dim), computed in float32. The sine's first half is negated, which
     saves `rotate` a negation a layer."""
     angles = positions.to(torch.float32)[:, None] * inv_freq

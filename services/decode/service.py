@@ -1,7 +1,8 @@
 """POST /v1/generate: one request's life on the decode side.
 
-    with a handoff     Reserve -> Reserved frame -> segments, each verified, into blocks -> commit -> StartDecode -> tokens
-                       -> Busy frame: no room, nothing is kept
+    with a handoff     Reserve -> Reserved frame -> segments, each verified, into blocks -> commit
+                               -> StartDecode -> tokens
+                               -> Busy frame: no room, nothing is kept
     without            Accepted frame -> AddRequest -> tokens
     with a handoff whose uncached part is short: as without
 
@@ -60,7 +61,9 @@ class TransferEnded:
 class DecodeService:
     """`max_queued` bounds the requests this worker has in hand, waiting ones included."""
 
-    def __init__(self, engine: EngineClient, receiver: KvReceiver, *, secret: str, incarnation: str, max_queued: int) -> None:
+    def __init__(
+        self, engine: EngineClient, receiver: KvReceiver, *, secret: str, incarnation: str, max_queued: int
+    ) -> None:
         self._engine = engine
         self._receiver = receiver
         self._secret = secret
@@ -155,9 +158,7 @@ class DecodeService:
             sink,
         )
         yield Reserved(
-            reservation=Reservation(
-                fabric_address=self._receiver.address, num_cached_tokens=event.num_cached_tokens
-            )
+            reservation=Reservation(fabric_address=self._receiver.address, num_cached_tokens=event.num_cached_tokens)
         )
 
 

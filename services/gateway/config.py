@@ -28,7 +28,9 @@ class GatewayConfig(BaseModel):
 
     max_body_bytes: int = Field(8 << 20, ge=1024, description="longest request body; a longer one gets 413")
     body_timeout_s: float = Field(30.0, gt=0, description="seconds a client gets to send its whole body")
-    request_timeout_s: float = Field(600.0, gt=0, description="seconds from arrival to the last token, retries included")
+    request_timeout_s: float = Field(
+        600.0, gt=0, description="seconds from arrival to the last token, retries included"
+    )
     stall_timeout_s: float = Field(
         60.0, gt=0, description="seconds a streaming client may take to accept a write before it is cut off"
     )
@@ -49,9 +51,7 @@ class GatewayConfig(BaseModel):
     local_prefill_max_tokens: int = Field(
         32, ge=0, description="an uncached part up to this many tokens is computed by decode itself"
     )
-    lease_s: float = Field(
-        30.0, gt=0, description="seconds decode keeps a reservation without hearing from prefill"
-    )
+    lease_s: float = Field(30.0, gt=0, description="seconds decode keeps a reservation without hearing from prefill")
 
     poll_s: float = Field(1.0, gt=0, description="seconds between two looks at each worker")
     poll_timeout_s: float = Field(2.0, gt=0, description="seconds a worker gets to describe itself")

@@ -24,7 +24,9 @@ class ApiError(Exception):
     code: str | None = None
     retry_after_s: int | None = None
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, status: int | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param

@@ -6,6 +6,7 @@ Owned by the gateway. What waits is bounded, and a caller that gives up does not
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
@@ -45,7 +46,5 @@ class WorkPool:
 
 
 def _call_on(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    if not loop.is_closed():
+    with contextlib.suppress(RuntimeError):  # the loop has closed: nobody counts any more
         loop.call_soon_threadsafe(callback)
-
-

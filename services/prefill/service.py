@@ -19,7 +19,16 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from engine import messages
-from engine.messages import AddRequest, Buffer, EngineFailed, Finished, KvComputed, PrefillDone, Refused, TokenOut
+from engine.messages import (
+    AddRequest,
+    Buffer,
+    EngineFailed,
+    Finished,
+    KvComputed,
+    PrefillDone,
+    Refused,
+    TokenOut,
+)
 from services import auth
 from services.protocol import (
     Busy,
@@ -43,7 +52,9 @@ logger = logging.getLogger(__name__)
 class PrefillService:
     """`max_queued` bounds the requests this worker has in hand, waiting ones included."""
 
-    def __init__(self, engine: EngineClient, sender: KvSender, *, secret: str, incarnation: str, max_queued: int) -> None:
+    def __init__(
+        self, engine: EngineClient, sender: KvSender, *, secret: str, incarnation: str, max_queued: int
+    ) -> None:
         self._engine = engine
         self._sender = sender
         self._secret = secret
@@ -90,9 +101,7 @@ class PrefillService:
             return Failure(message="the handoff key is not the gateway's", kind="invalid", param="handoff")
         return None
 
-    async def _only_token(
-        self, request: PrefillRequest, events: asyncio.Queue[Any]
-    ) -> AsyncGenerator[Frame, None]:
+    async def _only_token(self, request: PrefillRequest, events: asyncio.Queue[Any]) -> AsyncGenerator[Frame, None]:
         """The whole answer is one token: nothing is held or shipped."""
         self._engine.submit(AddRequest(engine_request(request.work)))
         while True:
@@ -148,7 +157,12 @@ class PrefillService:
             await shipment.abort(ending)
 
     async def _commit(
-        self, shipment: Shipment, work: messages.EngineRequest, first: TokenOut, done: PrefillDone, first_at: float
+        self,
+        shipment: Shipment,
+        work: messages.EngineRequest,
+        first: TokenOut,
+        done: PrefillDone,
+        first_at: float,
     ) -> Transferred:
         await shipment.ship(work.num_tokens)
         state = HandoffState(index=first.index, token_id=first.token_id, logprobs=wire_logprobs(first.logprobs))

@@ -83,12 +83,18 @@ def free_ports(count: int) -> list[int]:
             sock.close()
 
 
-def _worker(
-    config: ServeConfig, model: Path, name: str, role: Role, port: int, cores: tuple[int, ...]
-) -> ProcessPlan:
+def _worker(config: ServeConfig, model: Path, name: str, role: Role, port: int, cores: tuple[int, ...]) -> ProcessPlan:
     arguments: list[str] = [role, "--listen", f"{LOOPBACK}:{port}", "--fabric-listen", f"{LOOPBACK}:0"]
     arguments += ["--model", str(model)]
-    passed_on = ("served_model_name", "device", "dtype", "block_size", "num_blocks", "kv_cache_gib", "max_model_len")
+    passed_on = (
+        "served_model_name",
+        "device",
+        "dtype",
+        "block_size",
+        "num_blocks",
+        "kv_cache_gib",
+        "max_model_len",
+    )
     for field in (*passed_on, "max_batch_tokens", "max_num_seqs", "drain_s", "log_level"):
         value = getattr(config, field)
         if value is not None:

@@ -19,7 +19,11 @@ class ChildProcess:
     """`name` prefixes its log lines. `on_line` sees each line of its standard output and error."""
 
     def __init__(
-        self, name: str, arguments: Sequence[str], environ: Mapping[str, str], on_line: Callable[[str, str], None]
+        self,
+        name: str,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        on_line: Callable[[str, str], None],
     ) -> None:
         self.name = name
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)

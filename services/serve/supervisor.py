@@ -1,8 +1,8 @@
 """Starts the processes of one system, waits until each is ready, restarts what crashes, stops all of them.
 
-    starting   every process up; one that ends before it was ready ends the whole start
-    running    one that ends is reported with its last lines and started again, `restarts` times
-    stopping   the gateway drains first, then the workers; what outlives the drain time is killed
+starting   every process up; one that ends before it was ready ends the whole start
+running    one that ends is reported with its last lines and started again, `restarts` times
+stopping   the gateway drains first, then the workers; what outlives the drain time is killed
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The internal HTTP API of a worker: never on a public port, and only for holders of the service token.
 
-    GET  /health        the process is alive; open to probes
-    GET  /ready         200 once a token can be made and the fabric has carried KV; open to probes
-    GET  /metrics       Prometheus; open
-    GET  /v1/worker     WorkerInfo
-    POST /v1/generate   decode and both
-    POST /v1/prefill    prefill and both
-    GET  /debug/ledger  blocks, requests and transfers by state
+GET  /health        the process is alive; open to probes
+GET  /ready         200 once a token can be made and the fabric has carried KV; open to probes
+GET  /metrics       Prometheus; open
+GET  /v1/worker     WorkerInfo
+POST /v1/generate   decode and both
+POST /v1/prefill    prefill and both
+GET  /debug/ledger  blocks, requests and transfers by state
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def create_app(worker: Worker) -> ASGIApp:
         Route("/metrics", metrics_page),
         Route("/v1/worker", info),
         Route("/debug/ledger", ledger),
-        Route("/v1/generate", generate, methods=["POST"]),  # type: ignore[arg-type]
-        Route("/v1/prefill", prefill, methods=["POST"]),  # type: ignore[arg-type]
+        Route("/v1/generate", generate, methods=["POST"]),
+        Route("/v1/prefill", prefill, methods=["POST"]),
     ]
     return ServiceTokenRequired(Starlette(routes=routes), worker.config.secret_value)
 

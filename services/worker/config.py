@@ -24,7 +24,8 @@ class WorkerConfig(BaseModel):
     fabric: Literal["ucx", "inproc"] = Field("ucx", description="what carries KV; inproc only within one process")
     fabric_listen: str = Field("127.0.0.1:0", description="host:port of the fabric listener; port 0 picks one")
     advertise: str | None = Field(
-        None, description="host that other workers reach this one's fabric at; default: the host of fabric-listen"
+        None,
+        description="host that other workers reach this one's fabric at; default: the host of fabric-listen",
     )
     secret: SecretStr | None = Field(None, json_schema_extra={"secret": True})
     secret_file: Path | None = Field(None, description="file with the secret that all processes of a system share")

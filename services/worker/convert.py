@@ -43,9 +43,7 @@ def wire_logprobs(logprobs: messages.TokenLogprobs | None) -> list[protocol.Toke
 
 
 def tokens_frame(event: messages.TokenOut) -> protocol.Tokens:
-    return protocol.Tokens(
-        index=event.index, token_ids=[event.token_id], logprobs=wire_logprobs(event.logprobs)
-    )
+    return protocol.Tokens(index=event.index, token_ids=[event.token_id], logprobs=wire_logprobs(event.logprobs))
 
 
 def wire_stats(stats: messages.RequestStats, **transfer: float | int | str) -> protocol.Stats:
@@ -61,7 +59,9 @@ def wire_stats(stats: messages.RequestStats, **transfer: float | int | str) -> p
     )
 
 
-def ended(event: messages.Finished | messages.Refused | messages.EngineFailed | DeadlinePassed) -> protocol.Frame:
+def ended(
+    event: messages.Finished | messages.Refused | messages.EngineFailed | DeadlinePassed,
+) -> protocol.Frame:
     """The last frame for an event that ends a request on this worker."""
     if isinstance(event, messages.EngineFailed):
         return protocol.Failure(message=f"the engine stopped: {event.message}", kind="internal")

@@ -85,7 +85,8 @@ class EngineClient:
         key = (done, command.request_id, command.start)
         if self._failed is not None or key in self._copies:
             return False
-        future = self._copies[key] = self._loop.create_future()
+        future: asyncio.Future[bool] = self._loop.create_future()
+        self._copies[key] = future
         self.submit(command)
         cancelled: asyncio.CancelledError | None = None
         while not future.done():

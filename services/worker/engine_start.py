@@ -11,8 +11,13 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.loop import EngineThread
 from engine.messages import Event
+from engine.model_config import load_model_config, num_blocks_for
+from engine.model_runner import load_runner
+from engine.models.fingerprint import model_fingerprint
 from services.worker.config import WorkerConfig
 from services.worker.main import num_threads
+
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +29,36 @@ class StartedEngine:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+
+
+def start_engine(
+    config: WorkerConfig, on_events: Callable[[list[Event]], None], progress: Callable[[int, int], None]
+) -> StartedEngine:
+    """Load the model and start the engine thread. `progress` gets weight bytes (done, total) on this thread.
+    Raises EngineError."""
+    torch.set_num_threads(num_threads(config))
+    model = load_model_config(config.model)
+    dtype = model.resolve_dtype(config.dtype)
+    context = model.max_position_embeddings
+    engine_config = EngineConfig(
+        num_blocks=config.num_blocks or num_blocks_for(int(config.kv_cache_gib * GIB), model, config.block_size, dtype),
+        max_model_len=min(config.max_model_len or context, context),
+        block_size=config.block_size,
+        max_batch_tokens=config.max_batch_tokens,
+        max_num_seqs=config.max_num_seqs,
+        prefix_caching=config.prefix_caching,
+    )
+    fingerprint = model_fingerprint(config.model, model)
+    runner = load_runner(config.model, dtype=dtype, device=config.device, config=engine_config, progress=progress)
+    engine = Engine(engine_config, runner, vocab_size=model.vocab_size, model_fingerprint=fingerprint.encode())
+    thread = EngineThread(engine, on_events)
+    thread.start()
+    return StartedEngine(
+        thread=thread,
+        engine_config=engine_config,
+        model_fingerprint=fingerprint,
+        dtype=dtype,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+    )

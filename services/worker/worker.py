@@ -14,6 +14,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 from engine.errors import EngineError
+from engine.messages import LedgerSnapshot
 from services.lifecycle import parse_address
 from services.protocol import PROTOCOL_VERSION, Fingerprint, WorkerInfo
 from services.worker.config import WorkerConfig
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 STOP_S = 5.0
 PROBE_TOKENS = 16
-ENGINE_IDLE_POLL_S = 0.02
+GAUGES = frozenset({"open", "staging_bytes", "quarantined_bytes", "connections"})
+"""Values of a fabric snapshot that go up and down; the others only rise."""
 
 
 class StartFailed(Exception):
@@ -95,7 +97,7 @@ class Worker:
             await asyncio.to_thread(self._thread.stop, STOP_S)
 
     def info(self) -> WorkerInfo:
-        ledger = self._thread.ledger() if self._thread is not None else None
+        ledger = self.ledger()
         return WorkerInfo(
             role=self.config.role,
             incarnation=self.incarnation,
@@ -113,9 +115,22 @@ class Worker:
             num_requests=self.engine.num_open,
         )
 
+    def ledger(self) -> LedgerSnapshot | None:
+        return self._thread.ledger() if self._thread is not None else None
+
+    def fabric_counters(self) -> dict[str, int]:
+        """Totals of both sides of the fabric since the start, by name."""
+        return {
+            f"{side}_{name}": value
+            for side, part in (("receiver", self._receiver), ("sender", self._sender))
+            if part is not None
+            for name, value in part.snapshot().items()
+            if isinstance(value, int) and name not in GAUGES
+        }
+
     def ledger_report(self) -> dict[str, object]:
         """For /debug/ledger: blocks and requests by state, transfers by state, staging memory."""
-        ledger = self._thread.ledger() if self._thread is not None else None
+        ledger = self.ledger()
         blocks = ("num_blocks", "free", "cached", "running", "reserved", "held")
         return {
             "incarnation": self.incarnation,
@@ -181,7 +196,11 @@ class Worker:
             incarnation=self.incarnation,
             fingerprint={name: getattr(self._fingerprint, name) for name in self._fingerprint.__struct_fields__},
         )
-        shared = {"secret": config.secret_value, "incarnation": self.incarnation, "max_queued": config.max_queued}
+        shared = {
+            "secret": config.secret_value,
+            "incarnation": self.incarnation,
+            "max_queued": config.max_queued,
+        }
         if config.role in ("decode", "both"):
             self._receiver = KvReceiver(
                 plane,

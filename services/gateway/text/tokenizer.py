@@ -42,7 +42,9 @@ class Tokenizer:
         self.vocab_size: int = max(self._tokenizer.get_vocab().values()) + 1
         parts = json.loads(definition)
         self._bytes_of = self._byte_table() if _is_byte_level(parts.get("decoder")) else None
-        self._max_token_bytes = self._longest_token_bytes(parts, strips=any(t.lstrip or t.rstrip for t in added.values()))
+        self._max_token_bytes = self._longest_token_bytes(
+            parts, strips=any(t.lstrip or t.rstrip for t in added.values())
+        )
         longest_first = sorted(self._special_id_of, key=len, reverse=True)
         self.special_spelling = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 

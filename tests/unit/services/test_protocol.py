@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator
 
 import pytest
@@ -30,7 +31,7 @@ async def read(*parts: bytes) -> list[Frame]:
 async def test_frames_survive_any_cut_of_the_stream(cuts: list[int]) -> None:
     data = b"".join(protocol.encode_frame(frame) for frame in FRAMES)
     borders = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    assert await read(*(data[a:b] for a, b in zip(borders, borders[1:], strict=False))) == FRAMES
+    assert await read(*(data[a:b] for a, b in itertools.pairwise(borders))) == FRAMES
 
 
 async def test_a_stream_cut_inside_a_frame_is_an_error() -> None:
@@ -64,8 +65,6 @@ def test_another_version_an_unknown_field_and_a_wrong_type_are_refused() -> None
 
 
 def test_a_fingerprint_names_the_first_field_that_differs() -> None:
-    one = protocol.Fingerprint(
-        wire_version=1, model="m", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=8
-    )
+    one = protocol.Fingerprint(wire_version=1, model="m", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=8)
     assert one.difference(one) is None
     assert one.difference(protocol.msgspec.structs.replace(one, head_dim=16)) == "head_dim"

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from services.cli import _parser
 from services.serve.config import ServeConfig
 from services.serve.plan import plan, share_cores
@@ -26,9 +28,5 @@ def test_every_planned_command_line_is_one_the_cli_accepts() -> None:
 
 
 def test_a_system_needs_somebody_who_decodes() -> None:
-    try:
+    with pytest.raises(ValueError, match="--decode"):
         ServeConfig(decode=0)
-    except ValueError as error:
-        assert "--decode" in str(error)
-    else:
-        raise AssertionError("a system without decode was accepted")

@@ -1,0 +1,116 @@
+"""The gateway's two HTTP applications: the public OpenAI API, and the admin API that belongs on no public port."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from services.gateway.errors import ApiError, InvalidRequest, NotFound
+from services.gateway.gateway import Gateway
+from services.gateway.generation import ChatEndpoint, CompletionEndpoint
+
+MAX_LISTED = 100
+
+
+def create_public_app(gateway: Gateway) -> FastAPI:
+    app = _app()
+    created = 0
+
+    async def health(_: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def ready(_: Request) -> Response:
+        return JSONResponse({"ready": gateway.ready}, status_code=200 if gateway.ready else 503)
+
+    def model() -> dict[str, Any]:
+        name = gateway.config.model_name
+        limit = gateway.described_context_tokens()
+        return {"id": name, "object": "model", "created": created, "owned_by": "kvbaton", "max_model_len": limit}
+
+    async def models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [model()]})
+
+    async def one_model(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != gateway.config.model_name:
+            raise NotFound(f"The model {name!r} does not exist", param="model", code="model_not_found")
+        return JSONResponse(model())
+
+    app.router.routes += [
+        Route("/health", health),
+        Route("/ready", ready),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", one_model),
+        Route("/v1/chat/completions", ChatEndpoint(gateway), methods=["POST"]),
+        Route("/v1/completions", CompletionEndpoint(gateway), methods=["POST"]),
+    ]
+    if gateway.config.public_metrics:
+        app.router.routes.append(_metrics_route(gateway))
+    return app
+
+
+def create_admin_app(gateway: Gateway) -> FastAPI:
+    app = _app()
+
+    async def health(_: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def requests(_: Request) -> Response:
+        return _json([timeline.body() for timeline in gateway.timelines.latest(MAX_LISTED)])
+
+    async def one_request(request: Request) -> Response:
+        timeline = gateway.timelines.find(request.path_params["request_id"])
+        if timeline is None:
+            raise NotFound("no such request among those still remembered")
+        return _json(timeline.body())
+
+    async def cluster(_: Request) -> Response:
+        return _json({"workers": gateway.cluster.describe(), "num_queued": gateway.admission.num_queued})
+
+    app.router.routes += [
+        Route("/health", health),
+        Route("/debug/requests", requests),
+        Route("/debug/requests/{request_id}", one_request),
+        Route("/debug/cluster", cluster),
+        _metrics_route(gateway),
+    ]
+    return app
+
+
+def _app() -> FastAPI:
+    app = FastAPI(title="kvbaton", docs_url=None, redoc_url=None, openapi_url=None)
+    app.router.redirect_slashes = False
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    return app
+
+
+def _metrics_route(gateway: Gateway) -> Route:
+    async def metrics(_: Request) -> Response:
+        return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return Route("/metrics", metrics)
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def _on_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body(), error.status, error.headers())
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """A wrong path or method, in the same shape as every other error."""
+    assert isinstance(error, HTTPException)
+    message = f"{error.detail}: {request.method} {request.url.path}"
+    body = InvalidRequest(message, status=error.status_code).body()
+    return JSONResponse(body, error.status_code, dict(error.headers or {}))

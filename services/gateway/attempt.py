@@ -1,0 +1,168 @@
+"""One attempt at one job: its one or two worker streams, from placing to closing.
+
+    pair    decode reserves -> prefill computes and ships, first token -> decode goes on
+    local   decode computes the prompt itself
+    single  prefill makes the one token that is wanted, nothing is shipped
+
+On the event loop. Whoever opened an attempt closes it; closing ends the work on both workers at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+
+from services import auth
+from services.gateway.cluster import ClusterView
+from services.gateway.inbox import Arrival, Inbox, Side, StreamEnded
+from services.gateway.job import Job
+from services.gateway.router import Route, WorkerView
+from services.gateway.timeline import AttemptRecord
+from services.gateway.worker_client import WorkerClient
+from services.protocol import (
+    Accepted,
+    Busy,
+    Failure,
+    Frame,
+    GenerateRequest,
+    Handoff,
+    PrefillRequest,
+    Reservation,
+    Reserved,
+    Work,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptSettings:
+    secret: str
+    lease_s: float
+    local_prefill_max_tokens: int
+
+
+class AttemptFailed(Exception):
+    """This attempt is over. `side` is the worker it is put down to; `worker_lost`: it did not say so itself."""
+
+    def __init__(self, side: Side, failure: Failure, *, worker_lost: bool = False) -> None:
+        super().__init__(failure.message)
+        self.side = side
+        self.failure = failure
+        self.worker_lost = worker_lost
+
+
+class Attempt:
+    def __init__(
+        self, job: Job, route: Route, client: WorkerClient, cluster: ClusterView, settings: AttemptSettings
+    ) -> None:
+        job.num_tries += 1
+        self.job = job
+        self.route = route
+        self.record = AttemptRecord(
+            number=job.num_failures + 1,
+            decode=route.decode.url if route.decode else None,
+            prefill=route.prefill.url if route.prefill else None,
+            started_at=_now() - job.timeline.began,
+            why_local=route.why_local,
+        )
+        self._client = client
+        self._cluster = cluster
+        self._settings = settings
+        self._inbox = Inbox()
+        self._unassign: list[Callable[[], None]] = []
+
+    async def open(self) -> Busy | None:
+        """Place the job. After Busy and AttemptFailed only close is left."""
+        decode, prefill = self.route.decode, self.route.prefill
+        if decode is None:
+            assert prefill is not None, "a route has a worker"
+            self._call_prefill(prefill, None, None)
+            return None
+        handoff = self._mint(prefill, decode) if prefill else None
+        request = GenerateRequest(
+            work=self._work(), handoff=handoff, local_prefill_max_tokens=self._settings.local_prefill_max_tokens
+        )
+        called = _now()
+        self._add("decode", decode, self._client.generate(decode.url, request))
+        _, first = await self._inbox.take_one()
+        self.record.reserve_s = _now() - called
+        match first:
+            case Busy():
+                return first
+            case Accepted():
+                self._computed_by_decode()
+            case Reserved() if prefill is not None:
+                self.record.num_reserved_cached = first.reservation.num_cached_tokens
+                self._call_prefill(prefill, handoff, first.reservation)
+            case Failure():
+                raise AttemptFailed("decode", first)
+            case StreamEnded():
+                raise worker_lost("decode", first.message)
+            case _:
+                raise worker_lost("decode", f"its answer began with {type(first).__name__}")
+        return None
+
+    async def arrivals(self) -> list[Arrival]:
+        """What the workers have sent since the last call, at least one."""
+        return await self._inbox.take()
+
+    def put_back(self, side: Side, arrival: Frame | StreamEnded) -> None:
+        """To be among the arrivals once more."""
+        self._inbox.put(side, arrival)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        await self._inbox.close()
+        while self._unassign:
+            self._unassign.pop()()
+
+    def worker(self, side: Side) -> WorkerView:
+        worker = self.route.prefill if side == "prefill" else self.route.decode
+        assert worker is not None, "a side that is heard from has a worker"
+        return worker
+
+    def _computed_by_decode(self) -> None:
+        if self.route.prefill is not None:
+            self.record.prefill = None
+            self.record.why_local = "the uncached part of the prompt is short"
+
+    def _call_prefill(self, prefill: WorkerView, handoff: Handoff | None, reservation: Reservation | None) -> None:
+        request = PrefillRequest(work=self._work(), handoff=handoff, reservation=reservation)
+        self._add("prefill", prefill, self._client.prefill(prefill.url, request))
+
+    def _add(self, side: Side, worker: WorkerView, frames: AsyncGenerator[Frame, None]) -> None:
+        self._inbox.add(side, frames)
+        lost = self._cluster.assign(worker, lambda reason: self._inbox.put(side, StreamEnded(reason)))
+        self._unassign.append(lost)
+
+    def _work(self) -> Work:
+        job = self.job
+        return Work(
+            request_id=f"{job.request_id}-{job.num_tries}",
+            prompt_token_ids=job.prompt_token_ids,
+            sampling=job.sampling,
+            deadline_s=max(0.0, job.deadline - _now()),
+            output_token_ids=list(job.output_token_ids),
+        )
+
+    def _mint(self, prefill: WorkerView, decode: WorkerView) -> Handoff:
+        handoff_id = secrets.token_bytes(auth.HANDOFF_ID_BYTES)
+        incarnations = (prefill.info.incarnation, decode.info.incarnation)
+        key = auth.handoff_key(self._settings.secret, handoff_id, self.record.number, *incarnations)
+        return Handoff(
+            handoff_id=handoff_id,
+            attempt=self.record.number,
+            prefill_incarnation=prefill.info.incarnation,
+            decode_incarnation=decode.info.incarnation,
+            lease_s=self._settings.lease_s,
+            key=key,
+        )
+
+
+def worker_lost(side: Side, reason: str) -> AttemptFailed:
+    return AttemptFailed(side, Failure(message=reason, kind="unavailable"), worker_lost=True)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

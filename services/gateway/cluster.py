@@ -1,0 +1,152 @@
+"""What the gateway knows of its workers: asks each one every second, and at once after a failure.
+
+On the event loop. A worker is usable while it answers, is ready and is not suspected; it is lost when it has not
+answered for `lost_after_s` or has come back as another incarnation, and whoever waits for it is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from services.gateway.router import WorkerView
+from services.gateway.worker_client import WorkerClient, WorkerLost
+from services.protocol import WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+
+class ClusterView(ABC):
+    """Where routing learns which workers there are."""
+
+    @abstractmethod
+    def workers(self) -> Sequence[WorkerView]:
+        """Those that can be given work now."""
+
+    @abstractmethod
+    def report_failure(self, incarnation: str, reason: str) -> None:
+        """A call to this worker failed: it is used again once it has answered."""
+
+    @abstractmethod
+    def assign(self, worker: WorkerView, on_lost: Callable[[str], None]) -> Callable[[], None]:
+        """Count a request as being on this worker; `on_lost` is called if it goes. Returns what ends both."""
+
+    @abstractmethod
+    async def changed(self) -> None:
+        """Returns when a worker has become usable or ceased to be."""
+
+    @abstractmethod
+    def describe(self) -> list[dict[str, Any]]:
+        """For the admin API: every worker, usable or not."""
+
+
+class _Worker:
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.info: WorkerInfo | None = None
+        self.problem = "not asked yet"
+        """Empty while the worker is usable."""
+        self.answered_at = 0.0
+        self.ask_now = asyncio.Event()
+        self.watchers: dict[object, Callable[[str], None]] = {}
+
+    def view(self) -> WorkerView | None:
+        if self.problem or self.info is None:
+            return None
+        return WorkerView(self.url, self.info, len(self.watchers))
+
+
+class StaticCluster(ClusterView):
+    """A fixed list of worker URLs. Create and start inside the running loop."""
+
+    def __init__(self, urls: Sequence[str], client: WorkerClient, *, poll_s: float, lost_after_s: float) -> None:
+        self._workers = {url: _Worker(url) for url in urls}
+        self._client = client
+        self._poll_s = poll_s
+        self._lost_after_s = lost_after_s
+        self._polls: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+
+    def start(self) -> None:
+        self._polls = [asyncio.create_task(self._poll(worker)) for worker in self._workers.values()]
+
+    async def close(self) -> None:
+        for task in self._polls:
+            task.cancel()
+        await asyncio.gather(*self._polls, return_exceptions=True)
+
+    def workers(self) -> Sequence[WorkerView]:
+        return [view for worker in self._workers.values() if (view := worker.view()) is not None]
+
+    def report_failure(self, incarnation: str, reason: str) -> None:
+        for worker in self._of(incarnation):
+            self._set_problem(worker, reason)
+            worker.ask_now.set()
+
+    def assign(self, worker: WorkerView, on_lost: Callable[[str], None]) -> Callable[[], None]:
+        token = object()
+        watchers = self._workers[worker.url].watchers
+        watchers[token] = on_lost
+        return lambda: watchers.pop(token, None) and None
+
+    async def changed(self) -> None:
+        await self._changed.wait()
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "url": worker.url,
+                "usable": worker.view() is not None,
+                "problem": worker.problem or None,
+                "num_assigned": len(worker.watchers),
+                "info": worker.info,
+            }
+            for worker in self._workers.values()
+        ]
+
+    def _of(self, incarnation: str) -> Iterator[_Worker]:
+        return (w for w in self._workers.values() if w.info is not None and w.info.incarnation == incarnation)
+
+    async def _poll(self, worker: _Worker) -> None:
+        while True:
+            worker.ask_now.clear()
+            try:
+                self._answered(worker, await self._client.info(worker.url))
+            except WorkerLost as error:
+                self._silent(worker, str(error))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._poll_s):
+                    await worker.ask_now.wait()
+                    # A worker that keeps failing calls is not asked more often than this.
+                    await asyncio.sleep(self._poll_s / 10)
+
+    def _answered(self, worker: _Worker, info: WorkerInfo) -> None:
+        before, worker.info = worker.info, info
+        worker.answered_at = asyncio.get_running_loop().time()
+        if before is not None and before.incarnation != info.incarnation:
+            self._lose(worker, "the worker was restarted")
+        self._set_problem(worker, "" if info.state == "ready" else f"{info.state}: {info.message}".rstrip(": "))
+
+    def _silent(self, worker: _Worker, reason: str) -> None:
+        self._set_problem(worker, reason)
+        if asyncio.get_running_loop().time() - worker.answered_at > self._lost_after_s:
+            self._lose(worker, f"the worker has not answered for {self._lost_after_s:.0f} s")
+
+    def _lose(self, worker: _Worker, reason: str) -> None:
+        watchers, worker.watchers = dict(worker.watchers), {}
+        for on_lost in watchers.values():
+            on_lost(reason)
+
+    def _set_problem(self, worker: _Worker, problem: str) -> None:
+        if problem == worker.problem:
+            return
+        if bool(problem) != bool(worker.problem):
+            name = f"{worker.info.role} worker {worker.url}" if worker.info else f"worker {worker.url}"
+            logger.info("%s %s", name, f"is not usable: {problem}" if problem else "is usable")
+            self._changed.set()
+            self._changed = asyncio.Event()
+        worker.problem = problem

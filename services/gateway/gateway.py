@@ -1,0 +1,104 @@
+"""The gateway's parts, put together: text, workers, queue, handoffs, metrics. One a process, on its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from prometheus_client import Metric
+
+from services.gateway.admission import Admission
+from services.gateway.attempt import AttemptSettings
+from services.gateway.cluster import StaticCluster
+from services.gateway.config import GatewayConfig
+from services.gateway.errors import Unavailable
+from services.gateway.handoff import Handoffs
+from services.gateway.metrics import GatewayMetrics, gauge, labelled_gauge
+from services.gateway.router import longest_request
+from services.gateway.text.model_text import ModelText
+from services.gateway.timeline import Timelines
+from services.gateway.work_pool import WorkPool
+from services.gateway.worker_client import WorkerClient
+
+LOST_AFTER_S = 5.0
+"""A worker that has not described itself for so long has lost its requests."""
+
+
+class Gateway:
+    """Create inside the running loop, then `start`."""
+
+    def __init__(self, config: GatewayConfig, text: ModelText) -> None:
+        self.config = config
+        self.text = text
+        self.draining = False
+        self.num_running = 0
+        """Requests between their arrival and their last byte."""
+        self.pool = WorkPool(config.threads, config.max_pending_text_jobs)
+        self.metrics = GatewayMetrics(self._gauges)
+        self.timelines = Timelines(config.max_timelines)
+        self.admission = Admission(config.max_queued_requests, config.busy_retry_s)
+        self._client = WorkerClient(
+            config.secret_value,
+            keepalive_s=config.keepalive_s,
+            connect_timeout_s=config.connect_timeout_s,
+            info_timeout_s=config.poll_timeout_s,
+            max_connections=config.max_connections,
+        )
+        self.cluster = StaticCluster(config.workers, self._client, poll_s=config.poll_s, lost_after_s=LOST_AFTER_S)
+        self.handoffs = Handoffs(
+            self._client,
+            self.cluster,
+            self.admission,
+            self.metrics,
+            AttemptSettings(config.secret_value, config.lease_s, config.local_prefill_max_tokens),
+            max_attempts=config.max_attempts,
+            recovery_wait_s=config.recovery_wait_s,
+        )
+
+    @classmethod
+    async def create(cls, config: GatewayConfig) -> Gateway:
+        """Load the text side on a thread, then build. Raises ConfigError, TokenizerError, TemplateError."""
+        return cls(config, await asyncio.to_thread(ModelText.load, config.model))
+
+    def start(self) -> None:
+        self.cluster.start()
+
+    async def close(self) -> None:
+        await self.cluster.close()
+        await self._client.close()
+        self.pool.close()
+
+    def drain(self) -> None:
+        self.draining = True
+
+    def is_idle(self) -> bool:
+        return self.num_running == 0
+
+    @property
+    def ready(self) -> bool:
+        return not self.draining and self._longest() > 0
+
+    def context_tokens(self) -> int:
+        """Longest prompt + output there is room for now. Raises Unavailable when no worker could take any."""
+        longest = self._longest()
+        if longest == 0:
+            raise Unavailable("no worker that can serve is ready")
+        return min(self.text.config.max_position_embeddings, longest)
+
+    def described_context_tokens(self) -> int:
+        """As context_tokens; the model's own context while no worker is there."""
+        return min(
+            self.text.config.max_position_embeddings, self._longest() or self.text.config.max_position_embeddings
+        )
+
+    def _longest(self) -> int:
+        return longest_request(self.cluster.workers())
+
+    def _gauges(self) -> Iterable[Metric]:
+        yield gauge("running_requests", "Requests between arrival and last byte", self.num_running)
+        yield gauge("queued_requests", "Requests that wait for a worker with room", self.admission.num_queued)
+        yield gauge("pending_text_jobs", "Prompts waiting for a thread or on one", self.pool.num_pending)
+        usable: dict[tuple[str, ...], int] = {("prefill",): 0, ("decode",): 0, ("both",): 0}
+        for worker in self.cluster.workers():
+            usable[worker.info.role,] += 1
+        yield labelled_gauge("usable_workers", "Workers that can be given work", ["role"], usable)

@@ -1,0 +1,53 @@
+"""Run one gateway process until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from contextlib import ExitStack
+
+from engine.errors import ConfigError
+from services import logs
+from services.gateway.app import create_admin_app, create_public_app
+from services.gateway.config import GatewayConfig
+from services.gateway.gateway import Gateway
+from services.gateway.text.chat_template import TemplateError
+from services.gateway.text.tokenizer import TokenizerError
+from services.lifecycle import Listener, bind, parse_address, serve
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: GatewayConfig) -> int:
+    """Returns the exit status."""
+    logs.configure("gateway", config.log_level)
+    with ExitStack() as stack:
+        try:
+            public, admin = (stack.enter_context(bind(at)) for at in (config.listen, config.admin_listen))
+            return asyncio.run(_main(config, public, admin))
+        except OSError as error:
+            logger.error("%s", error.strerror or error)
+        except (ConfigError, TokenizerError, TemplateError) as error:
+            logger.error("%s", error)
+    return 1
+
+
+async def _main(config: GatewayConfig, public: socket.socket, admin: socket.socket) -> int:
+    gateway = await Gateway.create(config)
+    gateway.start()
+    logger.info("gateway listens on %s:%d", *public.getsockname()[:2])
+    host, port = parse_address(config.listen)
+    admin_host, admin_port = parse_address(config.admin_listen)
+    try:
+        return await serve(
+            [
+                (Listener(create_public_app(gateway), host, port), public),
+                (Listener(create_admin_app(gateway), admin_host, admin_port), admin),
+            ],
+            on_drain=gateway.drain,
+            is_idle=gateway.is_idle,
+            drain_s=config.drain_s,
+        )
+    finally:
+        await gateway.close()

@@ -1,0 +1,143 @@
+"""From a request's fields to `services.protocol.Sampling`, every limit checked. Pure."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from engine import errors as engine_errors
+from engine.sampling_params import SamplingParams
+from services.gateway.errors import ContextTooLong, InvalidRequest
+from services.gateway.openai.requests import ChatRequest, CompletionRequest, GenerationRequest
+from services.protocol import Sampling
+
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1000
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 1024
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default for /v1/completions. A chat without max_tokens may fill the context."""
+
+
+def read_stops(stop: Any) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else [] if stop is None else None
+    if stops is None or len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"stop must be a string or a list of up to {MAX_STOPS} strings", param="stop")
+    for text in stops:
+        if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARS:
+            raise InvalidRequest(f"each stop must be a string of 1 to {MAX_STOP_CHARS} characters", param="stop")
+    return tuple(stops)
+
+
+def num_logprobs(request: GenerationRequest) -> int | None:
+    """How many alternatives a token is to be listed with; None for no log probabilities at all."""
+    if isinstance(request, CompletionRequest):
+        return request.logprobs
+    assert isinstance(request, ChatRequest)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def requested_tokens(request: GenerationRequest) -> tuple[str, int | None]:
+    """The field that bounds the output and its value; None leaves it to the context."""
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        name, value = "max_completion_tokens", request.max_completion_tokens
+    elif request.max_tokens is not None:
+        name, value = "max_tokens", request.max_tokens
+    elif isinstance(request, CompletionRequest):
+        return "max_tokens", None
+    else:
+        return "max_completion_tokens", None
+    if value < 1:
+        raise InvalidRequest(f"{name} must be at least 1, got {value}", param=name)
+    return name, value
+
+
+def fit_max_tokens(request: GenerationRequest, num_prompt_tokens: int, context_tokens: int) -> int:
+    """The output tokens this request may have. Raises ContextTooLong naming the limit and what was asked for."""
+    name, value = requested_tokens(request)
+    left = context_tokens - num_prompt_tokens
+    param = "messages" if isinstance(request, ChatRequest) else "prompt"
+    if left < 1:
+        raise ContextTooLong(
+            f"This model's maximum context length is {context_tokens} tokens, but the prompt has "
+            f"{num_prompt_tokens} and at least 1 is needed for the answer.",
+            param=param,
+        )
+    if value is None:
+        return min(left, DEFAULT_COMPLETION_TOKENS) if isinstance(request, CompletionRequest) else left
+    if value > left:
+        raise ContextTooLong(
+            f"This model's maximum context length is {context_tokens} tokens, but {num_prompt_tokens + value} were "
+            f"requested: {num_prompt_tokens} in the prompt and {value} in {name}.",
+            param=name if num_prompt_tokens < context_tokens else param,
+        )
+    return value
+
+
+def to_sampling(request: GenerationRequest, max_tokens: int, eos_token_ids: Sequence[int], vocab_size: int) -> Sampling:
+    """A request without a seed gets a random one, so that every worker that takes part draws the same."""
+    stop_token_ids = request.stop_token_ids or []
+    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS} ids", param="stop_token_ids")
+    ends = {*stop_token_ids, *(() if request.ignore_eos else eos_token_ids)}
+    sampling = Sampling(
+        max_tokens=max_tokens,
+        seed=secrets.randbits(63) if request.seed is None else request.seed,
+        min_tokens=request.min_tokens or 0,
+        temperature=_or(request.temperature, 1.0),
+        top_p=_or(request.top_p, 1.0),
+        # -1 is how vLLM spells "all".
+        top_k=0 if request.top_k in (None, -1) else request.top_k or 0,
+        min_p=_or(request.min_p, 0.0),
+        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        presence_penalty=_or(request.presence_penalty, 0.0),
+        frequency_penalty=_or(request.frequency_penalty, 0.0),
+        logit_bias=_read_logit_bias(request.logit_bias),
+        stop_token_ids=sorted(ends),
+        logprobs=num_logprobs(request),
+    )
+    _check_ranges(sampling, vocab_size)
+    return sampling
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else float(value)
+
+
+def _read_logit_bias(logit_bias: Any) -> dict[int, float]:
+    if logit_bias is None:
+        return {}
+    if not isinstance(logit_bias, dict) or len(logit_bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(f"logit_bias must be an object of up to {MAX_LOGIT_BIAS} token ids", param="logit_bias")
+    bias: dict[int, float] = {}
+    for key, value in logit_bias.items():
+        # ASCII digits only: int() also takes spaces, underscores and other scripts' digits.
+        if not (key.isascii() and key.isdigit() and len(key) <= 10) or type(value) not in (int, float):
+            raise InvalidRequest("logit_bias must map token ids to numbers", param="logit_bias")
+        bias[int(key)] = float(value)
+    return bias
+
+
+def _check_ranges(sampling: Sampling, vocab_size: int) -> None:
+    params = SamplingParams(
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=sampling.logit_bias,
+        seed=sampling.seed,
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        logprobs=sampling.logprobs,
+    )
+    try:
+        params.validate(vocab_size)
+    except engine_errors.InvalidRequest as error:
+        raise InvalidRequest(str(error), param=error.param) from None

@@ -1,0 +1,312 @@
+"""The receiving side: accepts peers, takes their segments into staging memory, runs one Receiver machine a handoff.
+
+Owned by a decode worker's event loop. Bytes are verified before `sink.write` sees them; a payload for a handoff that
+is unknown or over is received all the same, into staging memory, and dropped, so that the connection goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from transport import messages, transfer
+from transport.checksum import checksum
+from transport.errors import ConnectionLost, TransportError, WireError
+from transport.layout import KvLayout
+from transport.messages import Abort, Ack, Commit, Control, Hello, HelloReply, Open, Renew, Resend, Segment
+from transport.plane import Channel, Connection, Plane
+from transport.staging import Buffer, StagingPool
+from transport.transfer import Grant, TransferStats
+
+logger = logging.getLogger(__name__)
+HELLO_TIMEOUT_S = 5.0
+TICK_S = 0.1
+KEPT_ENDED = 1024
+"""Ended handoffs remembered, so that late messages are told from unknown ones and a lost Ack can be repeated."""
+
+__all__ = ["Grant", "KvReceiver", "ReceiveSink"]
+
+
+class ReceiveSink(Protocol):
+    """Called on the event loop. Exactly one of `committed` and `failed`, unless the owner cancels first."""
+
+    async def write(self, start: int, num_tokens: int, buffer: Buffer) -> bool: ...
+
+    def committed(self, meta: bytes, stats: TransferStats) -> None: ...
+
+    def failed(self, reason: str) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Incoming:
+    machine: transfer.Receiver
+    sink: ReceiveSink | None
+    """None once the owner has cancelled."""
+    peer: _Peer | None = None
+    staged: dict[int, tuple[Segment, Buffer]] = field(default_factory=dict)
+    started_at: float = 0.0
+    num_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    connection: Connection
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    handoffs: set[bytes] = field(default_factory=set)
+    writes: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def send(self, message: Control) -> None:
+        async with self.lock:
+            with contextlib.suppress(ConnectionLost):
+                await self.connection.send(np.frombuffer(messages.encode(message), dtype=np.uint8), Channel.CONTROL)
+
+
+class KvReceiver:
+    def __init__(
+        self,
+        plane: Plane,
+        layout: KvLayout,
+        hello: Hello,
+        *,
+        max_segment_bytes: int,
+        max_staging_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.address = ""
+        self._plane = plane
+        self._layout = layout
+        self._hello = hello
+        self._clock = clock
+        self._staging = StagingPool(max(max_segment_bytes, layout.bytes_per_token), max_staging_bytes)
+        self._open: dict[bytes, _Incoming] = {}
+        self._ended: OrderedDict[bytes, _Incoming] = OrderedDict()
+        self._peers: set[_Peer] = set()
+        self._ticker: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._counts = dict.fromkeys(("committed", "failed", "cancelled", "damaged", "unknown", "refused", "bytes"), 0)
+
+    async def start(self) -> None:
+        """Listen; `address` is what peers connect to afterwards. Raises FabricUnavailable."""
+        self.address = await self._plane.listen(self._serve)
+        self._ticker = asyncio.create_task(self._tick())
+
+    def expect(self, grant: Grant, sink: ReceiveSink) -> None:
+        """From now on a sender that shows the grant's key may ship its tokens."""
+        assert grant.handoff_id not in self._open, "a handoff id is used once"
+        machine = transfer.Receiver(grant, deadline=self._clock() + grant.lease_s)
+        self._open[grant.handoff_id] = _Incoming(machine, sink)
+
+    def cancel(self, handoff_id: bytes) -> None:
+        """The owner wants it no more: the sink is not called again, the sender is told. Unknown ids are ignored."""
+        incoming = self._open.get(handoff_id)
+        if incoming is not None:
+            incoming.sink = None
+            self._counts["cancelled"] += 1
+            self._handle(incoming, transfer.Ended("decode gave the request up", tell=True))
+
+    async def close(self) -> None:
+        for handoff_id in list(self._open):
+            self.cancel(handoff_id)
+        for task in (self._ticker, *self._tasks):
+            if task is not None:
+                task.cancel()
+        for peer in list(self._peers):
+            peer.connection.abort()
+
+    def snapshot(self) -> dict[str, object]:
+        states: dict[str, int] = {}
+        for incoming in self._open.values():
+            name = incoming.machine.state.value
+            states[name] = states.get(name, 0) + 1
+        return self._counts | {
+            "open": len(self._open),
+            "states": states,
+            "connections": len(self._peers),
+            "staging_bytes": self._staging.num_lent * self._staging.buffer_bytes,
+            "quarantined_bytes": self._staging.num_quarantined * self._staging.buffer_bytes,
+        }
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            for incoming in list(self._open.values()):
+                self._handle(incoming, transfer.Tick())
+
+    # One peer
+
+    async def _serve(self, connection: Connection) -> None:
+        """A stranger that sends no valid hello in time, or anything else that is none of ours, loses its own
+        connection and nothing more."""
+        peer = _Peer(connection)
+        self._peers.add(peer)
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                accepted = await self._greet(peer)
+            while accepted:
+                await self._dispatch(peer, await _recv(connection))
+        except (TransportError, TimeoutError) as error:
+            logger.info("a fabric connection ended: %s", error or type(error).__name__)
+        finally:
+            self._peers.discard(peer)
+            connection.abort()
+            for handoff_id in peer.handoffs:
+                if (incoming := self._open.get(handoff_id)) is not None:
+                    self._handle(incoming, transfer.Ended("the connection to prefill was lost", tell=False))
+
+    async def _greet(self, peer: _Peer) -> bool:
+        hello = await _recv(peer.connection)
+        if not isinstance(hello, Hello):
+            raise WireError(f"a {type(hello).__name__} before the hello")
+        difference = self._hello.difference(hello)
+        refused = f"{difference} differs" if difference else ""
+        await peer.send(HelloReply(self._hello, refused))
+        if refused:
+            self._counts["refused"] += 1
+            logger.error("refused a prefill worker as a peer: %s", refused)
+        return not refused
+
+    async def _dispatch(self, peer: _Peer, message: Control) -> None:
+        if isinstance(message, Segment):
+            await self._receive(peer, message)
+            return
+        if not isinstance(message, Open | Commit | Renew | Abort):
+            raise WireError(f"a {type(message).__name__} from a sender")
+        incoming = self._find(message.handoff_id)
+        if incoming is None:
+            self._counts["unknown"] += 1
+            if not isinstance(message, Abort | Renew):
+                self._say(peer, Abort(message.handoff_id, message.attempt, "decode does not expect this handoff"))
+            return
+        match message:
+            case Open():
+                opened = transfer.Opened(message.attempt, message.key, message.start, message.end)
+                before = incoming.machine.num_late
+                self._handle(incoming, opened)
+                if incoming.machine.num_late > before:
+                    self._say(peer, Abort(message.handoff_id, message.attempt, "attempt or key do not match"))
+                elif not incoming.machine.ended:
+                    incoming.peer, incoming.started_at = peer, self._clock()
+                    peer.handoffs.add(message.handoff_id)
+            case Commit() if incoming.peer is peer:
+                self._handle(incoming, transfer.CommitArrived(message.attempt, message.digest, message.meta))
+            case Renew() if incoming.peer is peer:
+                self._handle(incoming, transfer.Renewed(message.attempt))
+            case Abort() if incoming.peer is peer and message.attempt == incoming.machine.grant.attempt:
+                self._handle(incoming, transfer.Ended(f"prefill: {message.reason}", tell=False))
+
+    async def _receive(self, peer: _Peer, segment: Segment) -> None:
+        if not 0 < segment.num_bytes <= self._staging.buffer_bytes:
+            raise WireError(f"a segment of {segment.num_bytes} bytes, the limit is {self._staging.buffer_bytes}")
+        buffer = await self._staging.lend()
+        try:
+            await peer.connection.recv(buffer[: segment.num_bytes], Channel.PAYLOAD)
+        except BaseException:
+            # The fabric may still be writing: out of use until the connection is known to be quiet.
+            peer.connection.abort()
+            await asyncio.shield(self._retire(peer.connection, buffer))
+            raise
+        self._counts["bytes"] += segment.num_bytes
+        incoming = self._find(segment.handoff_id)
+        if incoming is None or incoming.peer is not peer:
+            self._counts["unknown"] += 1
+            await self._staging.give_back(buffer)
+            return
+        intact = segment.num_bytes == segment.num_tokens * self._layout.bytes_per_token and (
+            checksum(buffer[: segment.num_bytes]) == segment.checksum
+        )
+        if not intact:
+            self._counts["damaged"] += 1
+            logger.error("tokens from %d on arrived damaged from %s", segment.start, peer.connection.peer)
+        incoming.num_bytes += segment.num_bytes
+        incoming.staged[segment.start] = (segment, buffer)
+        arrived = transfer.SegmentArrived(segment.attempt, segment.start, segment.num_tokens, segment.checksum, intact)
+        self._handle(incoming, arrived)
+        if incoming.staged.pop(segment.start, None) is not None:  # no Write took it
+            await self._staging.give_back(buffer)
+
+    async def _retire(self, connection: Connection, buffer: Buffer) -> None:
+        await connection.settled()
+        await self._staging.discard()
+
+    # One handoff
+
+    def _find(self, handoff_id: bytes) -> _Incoming | None:
+        return self._open.get(handoff_id) or self._ended.get(handoff_id)
+
+    def _handle(self, incoming: _Incoming, event: transfer.ReceiverEvent) -> None:
+        was_ended = incoming.machine.ended
+        grant = incoming.machine.grant
+        for instruction in incoming.machine.handle(event, self._clock()):
+            match instruction:
+                case transfer.Write():
+                    self._spawn(self._write(incoming, *incoming.staged.pop(instruction.start)))
+                case transfer.AskAgain():
+                    self._say(
+                        incoming.peer,
+                        Resend(grant.handoff_id, grant.attempt, instruction.start, instruction.num_tokens),
+                    )
+                case transfer.Acknowledge():
+                    self._say(incoming.peer, Ack(grant.handoff_id, grant.attempt))
+                case transfer.TellAbort():
+                    reason = instruction.reason[: messages.MAX_REASON_CHARS]
+                    self._say(incoming.peer, Abort(grant.handoff_id, grant.attempt, reason))
+                case transfer.Deliver():
+                    self._counts["committed"] += 1
+                    if incoming.sink is not None:
+                        incoming.sink.committed(instruction.meta, self._stats(incoming))
+                case transfer.Fail():
+                    self._counts["failed"] += incoming.sink is not None
+                    if incoming.sink is not None:
+                        incoming.sink.failed(instruction.reason)
+        if incoming.machine.ended and not was_ended:
+            self._retire_handoff(grant.handoff_id)
+
+    def _retire_handoff(self, handoff_id: bytes) -> None:
+        incoming = self._open.pop(handoff_id)
+        incoming.sink = None
+        self._ended[handoff_id] = incoming
+        while len(self._ended) > KEPT_ENDED:
+            _, oldest = self._ended.popitem(last=False)
+            if oldest.peer is not None:
+                oldest.peer.handoffs.discard(oldest.machine.grant.handoff_id)
+
+    async def _write(self, incoming: _Incoming, segment: Segment, buffer: Buffer) -> None:
+        written = False
+        try:
+            if incoming.sink is not None:
+                written = await incoming.sink.write(segment.start, segment.num_tokens, buffer[: segment.num_bytes])
+        finally:
+            await self._staging.give_back(buffer)
+        self._handle(incoming, transfer.SegmentWritten(segment.start, written))
+
+    def _stats(self, incoming: _Incoming) -> TransferStats:
+        return TransferStats(
+            num_bytes=incoming.num_bytes,
+            seconds=self._clock() - incoming.started_at,
+            num_segments=len(incoming.machine.segments),
+            num_resent=incoming.machine.num_resends,
+            lane=self._plane.name,
+        )
+
+    def _say(self, peer: _Peer | None, message: Control) -> None:
+        if peer is not None:
+            self._spawn(peer.send(message))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _recv(connection: Connection) -> Control:
+    buffer = np.zeros(messages.CONTROL_BYTES, dtype=np.uint8)
+    await connection.recv(buffer, Channel.CONTROL)
+    return messages.decode(buffer.data)

@@ -1,0 +1,386 @@
+"""The two state machines of a transfer. Pure: events and `now` go in, instructions come out, nothing else happens.
+
+Receiver                                           Sender
+    EXPECTED   granted, nobody has come yet            SHIPPING    opened; segments as KV becomes readable
+       | Opened: attempt, key and range match             | CommitAsked: every token was shipped
+    RECEIVING  segments arrive, are verified,          COMMITTING  the commit is out
+       |       are written                                | Acked
+       | CommitArrived                                 ACKED       the only proof of delivery
+    CLOSING    waits for writes and resends
+       | every token verified and written, digest right
+    COMMITTED  acknowledged, delivered once
+
+    any state before the last -> FAILED                any state before the last -> FAILED
+      lease over, cancelled, peer aborted or lost,       deadline, aborted, peer aborted or lost,
+      a segment bad too often, a wrong digest            resent too often
+
+The first terminal state wins: whatever comes later changes nothing and is counted in `num_late`, except that a
+repeated commit to a COMMITTED receiver is acknowledged again, since the first acknowledgement may have been lost.
+
+Segments may be lost, repeated, reordered or damaged. A repeated one is dropped. A damaged one is asked for again at
+once, a lost one when the commit shows the hole; each range at most MAX_RESENDS times.
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+from dataclasses import dataclass, field
+
+from transport.checksum import digest
+
+MAX_RESENDS = 3
+
+
+class ReceiverState(enum.Enum):
+    EXPECTED = "expected"
+    RECEIVING = "receiving"
+    CLOSING = "closing"
+    COMMITTED = "committed"
+    FAILED = "failed"
+
+
+class SenderState(enum.Enum):
+    SHIPPING = "shipping"
+    COMMITTING = "committing"
+    ACKED = "acked"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    num_bytes: int
+    seconds: float
+    num_segments: int
+    num_resent: int
+    lane: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What the receiver has agreed to take in. Tokens [start, end)."""
+
+    handoff_id: bytes
+    attempt: int
+    key: bytes
+    start: int
+    end: int
+    lease_s: float
+
+
+# Events
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    attempt: int
+    key: bytes
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentArrived:
+    attempt: int
+    start: int
+    num_tokens: int
+    checksum: int
+    intact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentWritten:
+    start: int
+    written: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CommitArrived:
+    attempt: int
+    digest: int
+    meta: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The peer aborted, its connection is lost, or this side gives up. `tell`: the peer does not know yet."""
+
+    reason: str
+    tell: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shipped:
+    start: int
+    num_tokens: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitAsked:
+    meta: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ResendAsked:
+    attempt: int
+    start: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acked:
+    attempt: int
+
+
+# Instructions
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Copy the segment that starts here from staging into blocks, then report SegmentWritten."""
+
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskAgain:
+    start: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Hand `meta` to the owner: the transfer is complete. At most once, and never beside Fail."""
+
+    meta: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TellAbort:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Tell the owner. At most once, and never beside Deliver or Done."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendSegment:
+    start: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendCommit:
+    digest: int
+    meta: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    pass
+
+
+ReceiverEvent = Opened | SegmentArrived | SegmentWritten | CommitArrived | Renewed | Ended | Tick
+SenderEvent = Shipped | CommitAsked | ResendAsked | Acked | Ended | Tick
+Instruction = Write | AskAgain | Acknowledge | Deliver | TellAbort | Fail | SendSegment | SendCommit | Done
+
+
+@dataclass(slots=True)
+class Receiver:
+    """One attempt's reservation, from `expect` to its end."""
+
+    grant: Grant
+    deadline: float
+    """The lease: moved on by whatever the sender lets us hear."""
+    state: ReceiverState = ReceiverState.EXPECTED
+    num_late: int = 0
+    num_resends: int = 0
+    num_bytes: int = 0
+    segments: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """start -> (num_tokens, checksum) of those that were verified."""
+    written: set[int] = field(default_factory=set)
+    _asked: dict[int, int] = field(default_factory=dict)
+    _commit: CommitArrived | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.state in (ReceiverState.COMMITTED, ReceiverState.FAILED)
+
+    def handle(self, event: ReceiverEvent, now: float) -> list[Instruction]:
+        if self.ended:
+            return self._late(event)
+        match event:
+            case Ended():
+                return self._fail(event.reason, tell=event.tell)
+            case Tick():
+                expired = now >= self.deadline
+                return self._fail("nothing was heard from prefill within the lease", tell=True) if expired else []
+            case SegmentWritten():
+                return self._on_written(event)
+        if event.attempt != self.grant.attempt:
+            self.num_late += 1
+            return []
+        if isinstance(event, Opened):
+            return self._on_open(event, now)
+        if self.state is ReceiverState.EXPECTED:  # nothing counts before the key was shown
+            self.num_late += 1
+            return []
+        self.deadline = now + self.grant.lease_s
+        match event:
+            case SegmentArrived():
+                return self._on_segment(event)
+            case CommitArrived():
+                self.state = ReceiverState.CLOSING
+                self._commit = event
+                return self._close()
+            case Renewed():
+                return []
+        raise AssertionError(f"no receiver event: {event}")
+
+    def _late(self, event: ReceiverEvent) -> list[Instruction]:
+        if isinstance(event, Ended | Tick | SegmentWritten):
+            return []
+        self.num_late += 1
+        again = isinstance(event, CommitArrived) and event.attempt == self.grant.attempt
+        return [Acknowledge()] if again and self.state is ReceiverState.COMMITTED else []
+
+    def _on_open(self, event: Opened, now: float) -> list[Instruction]:
+        if not hmac.compare_digest(event.key, self.grant.key):
+            self.num_late += 1  # a stranger's: it must not end what it does not own
+            return []
+        if (event.start, event.end) != (self.grant.start, self.grant.end):
+            return self._fail(f"prefill would ship tokens {event.start} to {event.end}", tell=True)
+        self.deadline = now + self.grant.lease_s
+        if self.state is ReceiverState.EXPECTED:
+            self.state = ReceiverState.RECEIVING
+        return []
+
+    def _on_segment(self, event: SegmentArrived) -> list[Instruction]:
+        end = event.start + event.num_tokens
+        if event.num_tokens < 1 or event.start < self.grant.start or end > self.grant.end:
+            return self._fail(f"a segment of tokens {event.start} to {end} lies outside the grant", tell=True)
+        if event.start in self.segments:
+            self.num_late += 1
+            return []
+        if not event.intact:
+            return self._ask(event.start, event.num_tokens)
+        if any(event.start < at + self.segments[at][0] and at < end for at in self.segments):
+            return self._fail(f"a segment of tokens {event.start} to {end} overlaps another", tell=True)
+        self.segments[event.start] = (event.num_tokens, event.checksum)
+        return [Write(event.start)]
+
+    def _on_written(self, event: SegmentWritten) -> list[Instruction]:
+        if not event.written:
+            return self._fail("the request has ended", tell=True)
+        self.written.add(event.start)
+        return self._close() if self.state is ReceiverState.CLOSING else []
+
+    def _ask(self, start: int, num_tokens: int) -> list[Instruction]:
+        self._asked[start] = self._asked.get(start, 0) + 1
+        if self._asked[start] > MAX_RESENDS:
+            return self._fail(f"tokens {start} to {start + num_tokens} arrived damaged too often", tell=True)
+        self.num_resends += 1
+        return [AskAgain(start, num_tokens)]
+
+    def _close(self) -> list[Instruction]:
+        """After the commit: ask for what is missing, wait for what is being written, or complete."""
+        assert self._commit is not None
+        at = self.grant.start
+        while at in self.segments:
+            at += self.segments[at][0]
+        if at < self.grant.end:
+            hole_end = min((start for start in self.segments if start > at), default=self.grant.end)
+            return [] if at in self._asked else self._ask(at, hole_end - at)
+        if len(self.written) < len(self.segments):
+            return []
+        if digest((s, n, c) for s, (n, c) in self.segments.items()) != self._commit.digest:
+            return self._fail("the commit's digest is not that of the segments", tell=True)
+        self.state = ReceiverState.COMMITTED
+        return [Acknowledge(), Deliver(self._commit.meta)]
+
+    def _fail(self, reason: str, *, tell: bool) -> list[Instruction]:
+        self.state = ReceiverState.FAILED
+        return [*([TellAbort(reason)] if tell else []), Fail(reason)]
+
+
+@dataclass(slots=True)
+class Sender:
+    """One attempt's shipment, from `open` to its end."""
+
+    start: int
+    end: int
+    attempt: int
+    deadline: float
+    state: SenderState = SenderState.SHIPPING
+    num_late: int = 0
+    num_resent: int = 0
+    segments: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _resent: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def ended(self) -> bool:
+        return self.state in (SenderState.ACKED, SenderState.FAILED)
+
+    def handle(self, event: SenderEvent, now: float) -> list[Instruction]:
+        if self.ended:
+            self.num_late += not isinstance(event, Tick | Ended)
+            return []
+        match event:
+            case Ended():
+                return self._fail(event.reason, tell=event.tell)
+            case Tick():
+                return self._fail("no acknowledgement before the deadline", tell=True) if now >= self.deadline else []
+            case Shipped():
+                self.segments[event.start] = (event.num_tokens, event.checksum)
+                return []
+            case CommitAsked():
+                shipped = sum(num_tokens for num_tokens, _ in self.segments.values())
+                assert shipped == self.end - self.start, "a commit comes after the last segment"
+                self.state = SenderState.COMMITTING
+                return [SendCommit(digest((s, n, c) for s, (n, c) in self.segments.items()), event.meta)]
+        if event.attempt != self.attempt:
+            self.num_late += 1
+            return []
+        if isinstance(event, ResendAsked):
+            return self._on_resend(event)
+        if self.state is not SenderState.COMMITTING:
+            return self._fail("an acknowledgement before the commit", tell=True)
+        self.state = SenderState.ACKED
+        return [Done()]
+
+    def _on_resend(self, event: ResendAsked) -> list[Instruction]:
+        """Whole segments that overlap the range: the receiver's digest is over the same cuts as ours."""
+        end = event.start + event.num_tokens
+        again: list[Instruction] = []
+        for start, (num_tokens, _) in sorted(self.segments.items()):
+            if start < end and event.start < start + num_tokens:
+                self._resent[start] = self._resent.get(start, 0) + 1
+                if self._resent[start] > MAX_RESENDS:
+                    return self._fail(f"tokens {start} to {start + num_tokens} were asked for too often", tell=True)
+                again.append(SendSegment(start, num_tokens))
+        self.num_resent += len(again)
+        return again
+
+    def _fail(self, reason: str, *, tell: bool) -> list[Instruction]:
+        self.state = SenderState.FAILED
+        return [*([TellAbort(reason)] if tell else []), Fail(reason)]

@@ -1,0 +1,271 @@
+"""The UCX plane: the one importer of ucxx, or of UCX-Py (`ucp`), which has nearly the same asyncio API.
+
+Progress runs on a thread of the library, with Python futures: an idle worker with a pending receive costs 1 to 2 % of
+a core, where every other mode spins. Endpoint error handling stays on: it is the only mode that notices a dead peer,
+and it makes UCX take tcp or RDMA lanes, never shared memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import re
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from transport.errors import ConnectFailed, ConnectionLost, FabricUnavailable, TransportError
+from transport.plane import CONNECT_TIMEOUT_S, Channel, Connection, Plane
+
+os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+# A worker that restarts must get its port back while old connections linger.
+os.environ.setdefault("UCX_TCP_CM_REUSEADDR", "y")
+
+try:
+    import ucxx as ucx
+except ImportError:
+    try:
+        import ucp as ucx
+    except ImportError as error:
+        raise FabricUnavailable("neither ucxx nor ucp is installed: install kvbaton[ucx], [cu12] or [cu13]") from error
+
+logger = logging.getLogger(__name__)
+SETTLE_S = 2.0
+ABORT_NS = 10**9
+"""Bound on how long the library may take to cancel what is in flight when an endpoint is aborted."""
+
+
+class UcxPlane(Plane):
+    """Create inside the event loop that uses it. `host` and `port` are where it listens, `advertise` is the host
+    that peers are told: explicit, because the first interface of a machine is often one they cannot reach."""
+
+    name = "ucx"
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, advertise: str | None = None) -> None:
+        self._host = host
+        self._port = port
+        self._advertise = advertise or host
+        self._listeners: dict[str, Any] = {}
+        self._connections: set[UcxConnection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+        _init()
+
+    async def listen(self, on_connection: Callable[[Connection], Awaitable[None]], *, ephemeral: bool = False) -> str:
+        async def serve(endpoint: Any) -> None:
+            await self._serve(endpoint, on_connection)
+
+        port = 0 if ephemeral else self._port
+        try:
+            listener = ucx.create_listener(serve, port)
+        except Exception as error:
+            raise FabricUnavailable(f"cannot listen for UCX on port {port}: {error}") from error
+        host = f"[{self._advertise}]" if ":" in self._advertise else self._advertise
+        address = f"{host}:{listener.port}"
+        self._listeners[address] = listener
+        return address
+
+    async def stop_listening(self, address: str) -> None:
+        self._listeners.pop(address).close()
+
+    async def _serve(self, endpoint: Any, on_connection: Callable[[Connection], Awaitable[None]]) -> None:
+        connection = self._adopt(endpoint, "an accepted peer")
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            await on_connection(connection)
+        except TransportError:
+            pass  # the peer has gone; whoever serves has been told by the same exception
+        except asyncio.CancelledError:
+            if not self._closed:
+                raise
+        finally:
+            connection.abort()
+            self._tasks.discard(task)
+
+    async def connect(self, address: str) -> Connection:
+        host, _, port = address.rpartition(":")
+        try:
+            # Resolved by us: a name may have several addresses, and UCX takes only a numeric one.
+            infos = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+            endpoint = await asyncio.wait_for(ucx.create_endpoint(infos[0][4][0], int(port)), CONNECT_TIMEOUT_S)
+        except Exception as error:
+            raise ConnectFailed(f"cannot reach {address} over UCX ({_devices()}): {error!r}") from error
+        return self._adopt(endpoint, address)
+
+    def _adopt(self, endpoint: Any, peer: str) -> UcxConnection:
+        self._connections = {c for c in self._connections if not c.closed}
+        connection = UcxConnection(endpoint, peer)
+        self._connections.add(connection)
+        return connection
+
+    async def lane(self, connection: Connection) -> str:
+        assert isinstance(connection, UcxConnection)
+        return connection.lane()
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for task in list(self._tasks):
+            task.cancel()
+        for connection in list(self._connections):
+            connection.abort()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=SETTLE_S)
+        for address in list(self._listeners):
+            await self.stop_listening(address)
+        await asyncio.gather(*(connection.settled() for connection in self._connections))
+        self._connections.clear()
+        _reset()
+
+
+class UcxConnection(Connection):
+    def __init__(self, endpoint: Any, peer: str) -> None:
+        self.peer = peer
+        self._endpoint = endpoint
+        self._pending: set[asyncio.Future[None]] = set()
+        self._aborted = False
+
+    async def send(self, buffer: Any, channel: Channel) -> None:
+        await self._run(self._endpoint.send(buffer, tag=int(channel)))
+
+    async def recv(self, buffer: Any, channel: Channel) -> None:
+        await self._run(self._endpoint.recv(buffer, tag=int(channel)))
+
+    async def _run(self, operation: Any) -> None:
+        """As a task of its own, so that a cancelled caller leaves the request, and the buffer it fills, known to us:
+        the library goes on with it either way."""
+        if self._aborted:
+            operation.close()
+            raise ConnectionLost(f"the connection to {self.peer} has ended")
+        task: asyncio.Future[None] = asyncio.ensure_future(operation)
+        self._pending.add(task)
+        task.add_done_callback(self._forget)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():  # the library reports an ended endpoint so
+                raise ConnectionLost(f"the connection to {self.peer} was closed") from None
+            raise
+        except Exception as error:  # the library's own tree of exceptions ends here
+            raise ConnectionLost(f"the connection to {self.peer} was lost: {error!r}") from error
+
+    def _forget(self, task: asyncio.Future[None]) -> None:
+        self._pending.discard(task)
+        if not task.cancelled():
+            task.exception()  # marked as seen: a caller that has left does not ask for it
+
+    def abort(self) -> None:
+        if not self._aborted:
+            self._aborted = True
+            with contextlib.suppress(Exception):
+                self._endpoint.abort(period=ABORT_NS)
+
+    async def settled(self) -> None:
+        if self._pending:
+            await asyncio.wait(set(self._pending), timeout=SETTLE_S)
+
+    @property
+    def closed(self) -> bool:
+        return self._aborted or bool(_value(self._endpoint.closed))
+
+    def lane(self) -> str:
+        try:
+            return ", ".join(sorted(set(ep_lanes(int(self._endpoint.ucp_endpoint))))) or "unknown"
+        except (OSError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+            logger.warning("UCX does not say which lane carries the bytes: %s", error)
+            return "unknown (" + ",".join(sorted(_transports())) + " available)"
+
+
+def _value(attribute: Any) -> Any:
+    """ucxx has properties where UCX-Py has methods."""
+    return attribute() if callable(attribute) else attribute
+
+
+class _TransportEntry(ctypes.Structure):
+    _fields_ = [("transport_name", ctypes.c_char_p), ("device_name", ctypes.c_char_p)]
+
+
+class _EndpointAttributes(ctypes.Structure):
+    """ucp_ep_attr_t of ucp.h, UCX 1.13 and later."""
+
+    _fields_ = [
+        ("field_mask", ctypes.c_uint64),
+        ("name", ctypes.c_char * 32),
+        ("local_sockaddr", ctypes.c_char * 128),
+        ("remote_sockaddr", ctypes.c_char * 128),
+        ("entries", ctypes.POINTER(_TransportEntry)),
+        ("num_entries", ctypes.c_uint),
+        ("entry_size", ctypes.c_size_t),
+        ("user_data", ctypes.c_void_p),
+    ]
+
+
+_FIELD_TRANSPORTS = 1 << 3
+MAX_LANES = 16
+
+
+def ep_lanes(handle: int) -> list[str]:
+    """transport/device of each lane of a UCX endpoint, from ucp_ep_query: what UCX chose, not what it might."""
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        paths = {line.split()[-1] for line in maps if re.search(r"/libucp[-.\w]*\.so", line)}
+    if not paths:
+        raise OSError("libucp is not loaded")
+    entries = (_TransportEntry * MAX_LANES)()
+    attributes = _EndpointAttributes(
+        field_mask=_FIELD_TRANSPORTS,
+        entries=entries,
+        num_entries=MAX_LANES,
+        entry_size=ctypes.sizeof(_TransportEntry),
+    )
+    query = ctypes.CDLL(paths.pop()).ucp_ep_query
+    query.argtypes = [ctypes.c_void_p, ctypes.POINTER(_EndpointAttributes)]
+    status = query(handle, ctypes.byref(attributes))
+    if status != 0:
+        raise RuntimeError(f"ucp_ep_query returned {status}")
+    used = entries[: attributes.num_entries]
+    # An entry without a device is the lane that only sets the connection up.
+    return [f"{e.transport_name.decode()}/{e.device_name.decode()}" for e in used if e.device_name]
+
+
+def _transports() -> set[str]:
+    getter = getattr(ucx, "get_active_transports", None)
+    return set(getter()) if getter is not None else set()
+
+
+def _devices() -> str:
+    chosen = {name: os.environ[name] for name in ("UCX_TLS", "UCX_NET_DEVICES") if name in os.environ}
+    return f"transports {', '.join(sorted(_transports()))}; {chosen or 'no UCX_TLS or UCX_NET_DEVICES set'}"
+
+
+_initialised = False
+
+
+def _init() -> None:
+    """Once a process, inside its event loop. Spawned processes only: UCX does not survive a fork."""
+    global _initialised
+    if _initialised:
+        return
+    try:
+        if ucx.__name__ == "ucxx":
+            ucx.init(progress_mode="thread", enable_python_future=True)
+        else:
+            ucx.init(blocking_progress_mode=True)
+    except Exception as error:
+        raise FabricUnavailable(f"UCX does not start: {error}") from error
+    _initialised = True
+
+
+def _reset() -> None:
+    """Without it a process hangs at its end. Every endpoint and listener must be unreachable before."""
+    global _initialised
+    gc.collect()
+    with contextlib.suppress(Exception):
+        ucx.reset()
+    _initialised = False

@@ -30,7 +30,7 @@ FLAGS = ["--num-blocks", "600", "--dtype", "float32", "--max-batch-tokens", "512
 
 def main() -> int:
     model = ensure_default_model()
-    flags = {role: FLAGS for role in ("prefill", "decode", "both")}
+    flags = dict.fromkeys(("prefill", "decode", "both"), FLAGS)
     pair = running(model, ["prefill", "decode"], worker_flags=flags, gateway_flags=["--local-prefill-max-tokens", "0"])
     alone = running(model, ["both"], worker_flags=flags)
     with pair as pair_system, alone as both_system:

@@ -23,7 +23,7 @@ QUESTION = (
     "You are answering a curious beginner. Explain in two or three short sentences how a lighthouse keeps ships "
     "away from rocks, and why its light turns."
 )
-BAR_CELLS = 40
+BAR_CELLS = 20
 
 
 def main() -> int:
@@ -102,11 +102,11 @@ def timeline(record: dict[str, Any]) -> Table:
     rows = [
         ("gateway: tokenize", gateway["tokenize_s"], f"{record['num_prompt_tokens']} prompt tokens"),
         ("gateway: queue", gateway["queue_s"], ""),
-        ("decode: reserve", gateway["reserve_s"] or 0.0, decode["worker"]),
-        ("prefill: queue", prefill["queue_s"], prefill["worker"]),
+        ("decode: reserve", gateway["reserve_s"] or 0.0, "every block of the prompt"),
+        ("prefill: queue", prefill["queue_s"], ""),
         ("prefill: compute", prefill["compute_s"], f"{prefill['num_cached_tokens']} tokens were cached"),
-        ("first token", record["first_token_at"], "from the request's arrival (TTFT)"),
-        ("transfer", seconds, f"{moved / 1e6:.1f} MB, {rate:.2f} GB/s, lane {transfer['lane']}"),
+        ("first token", record["first_token_at"], "after arrival: TTFT"),
+        ("transfer", seconds, f"{moved / 1e6:.1f} MB, {rate:.2f} GB/s, {transfer['lane']}"),
         ("decode: first step", decode["first_step_s"], ""),
         (
             "decode",
@@ -116,7 +116,7 @@ def timeline(record: dict[str, Any]) -> Table:
         ("total", record["total_s"], ""),
     ]
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title, justify in (("where the time went", "left"), ("ms", "right"), ("", "left"), ("", "left")):
+    for title, justify in (("", "left"), ("ms", "right"), ("", "left"), ("", "left")):
         table.add_column(title, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     longest = max(row[1] for row in rows) or 1.0
     for name, value, detail in rows:

@@ -35,6 +35,7 @@ except ImportError:
 
 logger = logging.getLogger(__name__)
 SETTLE_S = 2.0
+POLL_S = 0.005
 ABORT_NS = 10**9
 """Bound on how long the library may take to cancel what is in flight when an endpoint is aborted."""
 
@@ -51,13 +52,16 @@ class UcxPlane(Plane):
         self._advertise = advertise or host
         self._listeners: dict[str, Any] = {}
         self._connections: set[UcxConnection] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[str, set[asyncio.Task[Any]]] = {}
+        """Of accepted connections, by the address they came to."""
         self._closed = False
         _init()
 
     async def listen(self, on_connection: Callable[[Connection], Awaitable[None]], *, ephemeral: bool = False) -> str:
+        tasks: set[asyncio.Task[Any]] = set()
+
         async def serve(endpoint: Any) -> None:
-            await self._serve(endpoint, on_connection)
+            await self._serve(endpoint, on_connection, tasks)
 
         port = 0 if ephemeral else self._port
         try:
@@ -67,16 +71,30 @@ class UcxPlane(Plane):
         host = f"[{self._advertise}]" if ":" in self._advertise else self._advertise
         address = f"{host}:{listener.port}"
         self._listeners[address] = listener
+        self._tasks[address] = tasks
         return address
 
     async def stop_listening(self, address: str) -> None:
-        self._listeners.pop(address).close()
+        """Once its connections' tasks have ended: the library warns of a listener that goes before they do."""
+        listener = self._listeners.pop(address)
+        tasks = self._tasks.pop(address)
+        if tasks:
+            await asyncio.wait(tasks, timeout=SETTLE_S)
+        deadline = asyncio.get_running_loop().time() + SETTLE_S
+        while getattr(listener, "active_clients", 0) and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(POLL_S)
+        listener.close()
 
-    async def _serve(self, endpoint: Any, on_connection: Callable[[Connection], Awaitable[None]]) -> None:
+    async def _serve(
+        self,
+        endpoint: Any,
+        on_connection: Callable[[Connection], Awaitable[None]],
+        tasks: set[asyncio.Task[Any]],
+    ) -> None:
         connection = self._adopt(endpoint, "an accepted peer")
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
+        tasks.add(task)
         try:
             await on_connection(connection)
         except TransportError:
@@ -86,7 +104,7 @@ class UcxPlane(Plane):
                 raise
         finally:
             connection.abort()
-            self._tasks.discard(task)
+            tasks.discard(task)
 
     async def connect(self, address: str) -> Connection:
         host, _, port = address.rpartition(":")
@@ -112,12 +130,10 @@ class UcxPlane(Plane):
         if self._closed:
             return
         self._closed = True
-        for task in list(self._tasks):
+        for task in [task for tasks in self._tasks.values() for task in tasks]:
             task.cancel()
         for connection in list(self._connections):
             connection.abort()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=SETTLE_S)
         for address in list(self._listeners):
             await self.stop_listening(address)
         await asyncio.gather(*(connection.settled() for connection in self._connections))

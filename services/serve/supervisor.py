@@ -139,8 +139,10 @@ class Supervisor:
 
     async def _gateway_ready(self, session: aiohttp.ClientSession, process: ProcessPlan) -> str | None:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, json.JSONDecodeError):
-            async with session.get(f"{self._plan.public_url}/ready") as response:
-                if response.status == 200:
+            async with session.get(f"{process.url}/debug/cluster") as response:
+                workers = (await response.json())["workers"] if response.status == 200 else []
+                # Not before it has seen every worker: a request now would go another way than one in a second.
+                if workers and all(worker["usable"] for worker in workers):
                     return f"{self._plan.public_url}/v1"
         return None
 

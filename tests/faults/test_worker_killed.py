@@ -1,19 +1,25 @@
-"""A worker that dies with requests in flight: they finish elsewhere or end with an error, and the others go on."""
+"""A worker that dies with requests in flight: they finish elsewhere with the same text, and the others go on."""
 
 from __future__ import annotations
 
+import json
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.support.cluster import Cluster, running
+from tests.support.cluster import Cluster, running, wait_until
 from tests.support.tiny_model import make_tiny_model
 
-NUM_OUTPUT = 48
+NUM_REQUESTS = 8
+NUM_OUTPUT = 200
+FLAGS = ["--num-blocks", "400", "--max-batch-tokens", "64", "--max-num-seqs", "16"]
+ALWAYS_HAND_OFF = ["--local-prefill-max-tokens", "0"]
 
 
 @pytest.fixture
@@ -23,89 +29,102 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(16) as executor:
+    with ThreadPoolExecutor(NUM_REQUESTS) as executor:
         yield executor
 
 
 def body(i: int) -> dict[str, Any]:
     prompt = [10 + (i * 37 + k * 11) % 300 for k in range(120 + i)]
-    return {
-        "model": "tiny",
-        "prompt": prompt,
-        "max_tokens": NUM_OUTPUT,
-        "temperature": 0.8,
-        "seed": i,
-        "ignore_eos": True,
-    }
+    sampling = {"max_tokens": NUM_OUTPUT, "temperature": 0.8, "seed": i, "ignore_eos": True, "presence_penalty": 0.5}
+    return {"model": "tiny", "prompt": prompt, "stream": True, "stream_options": {"include_usage": True}} | sampling
 
 
-def send(cluster: Cluster, pool: ThreadPoolExecutor, count: int) -> list[Future[Any]]:
-    return [pool.submit(cluster.post, "/v1/completions", body(i)) for i in range(count)]
+def stream(cluster: Cluster, i: int, on_event: Callable[[], None]) -> tuple[str, dict[str, Any]]:
+    """The text and the usage of one streamed answer, which must end as it should."""
+    text, usage, reasons = "", {}, []
+    with httpx.stream("POST", cluster.gateway.url + "/v1/completions", json=body(i), timeout=120) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            usage = event["usage"] or usage
+            for choice in event["choices"]:
+                text += choice["text"]
+                reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+            on_event()
+    assert reasons == ["length"]
+    return text, usage
+
+
+def send(cluster: Cluster, pool: ThreadPoolExecutor, on_event: Callable[[], None] = lambda: None) -> list[Future[Any]]:
+    return [pool.submit(stream, cluster, i, on_event) for i in range(NUM_REQUESTS)]
 
 
 def texts(futures: list[Future[Any]]) -> list[str]:
-    answers = [future.result(timeout=90) for future in futures]
-    assert [answer.status_code for answer in answers] == [200] * len(answers), [a.text for a in answers]
-    for answer in answers:
-        assert answer.json()["usage"]["completion_tokens"] == NUM_OUTPUT
-    return [answer.json()["choices"][0]["text"] for answer in answers]
+    answers = [future.result(timeout=150) for future in futures]
+    assert [usage["completion_tokens"] for _, usage in answers] == [NUM_OUTPUT] * len(answers)
+    return [text for text, _ in answers]
 
 
-FLAGS = ["--num-blocks", "400", "--max-batch-tokens", "64", "--max-num-seqs", "16"]
+class Events:
+    """Lets a test wait until so many events of all streams together have come."""
 
+    def __init__(self, wanted: int) -> None:
+        self._left = wanted
+        self._lock = threading.Lock()
+        self._enough = threading.Event()
 
-def wait_for_work(cluster: Cluster, role: str) -> None:
-    """Until a worker of the role has requests in hand: bounded, by asking it."""
-    for _ in range(2000):
-        if any(worker.info().num_requests for worker in cluster.of_role(role)):
-            return
-    raise AssertionError(f"no {role} worker ever had work")
+    def __call__(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                self._enough.set()
+
+    def wait(self) -> None:
+        assert self._enough.wait(60), "the streams did not get so far"
 
 
 @pytest.mark.parametrize("roles", [["prefill", "prefill", "decode"], ["prefill", "decode"]])
 def test_requests_of_a_killed_prefill_worker_finish_with_the_same_text(
     model: Path, pool: ThreadPoolExecutor, roles: list[str]
 ) -> None:
-    with running(
-        model,
-        roles,
-        worker_flags={"prefill": FLAGS, "decode": FLAGS},
-        gateway_flags=["--local-prefill-max-tokens", "0"],
-    ) as cluster:
-        undisturbed = texts(send(cluster, pool, 12))
-        futures = send(cluster, pool, 12)
-        wait_for_work(cluster, "prefill")
-        cluster.of_role("prefill")[0].send(signal.SIGKILL)
+    """Killed while requests are on it: it is stopped first, so that what it was given stays with it."""
+    flags = {"prefill": FLAGS, "decode": FLAGS}
+    with running(model, roles, worker_flags=flags, gateway_flags=ALWAYS_HAND_OFF) as cluster:
+        undisturbed = texts(send(cluster, pool))
+        victim, decode = cluster.of_role("prefill")[0], cluster.of_role("decode")[0]
+        victim.send(signal.SIGSTOP)
+        futures = send(cluster, pool)
+        wait_until(lambda: decode.ledger()["receiver"]["open"] > 0, "a reservation is open", decode)
+        victim.send(signal.SIGKILL)
         assert texts(futures) == undisturbed
-        assert texts(send(cluster, pool, 2)) == undisturbed[:2], "the next requests are served"
+        assert texts(send(cluster, pool)) == undisturbed, "the next requests are served"
         cluster.assert_idle()
 
 
 def test_streams_of_a_killed_decode_worker_go_on_elsewhere_without_a_seam(
     model: Path, pool: ThreadPoolExecutor
 ) -> None:
-    with running(
-        model,
-        ["prefill", "decode", "decode"],
-        worker_flags={"prefill": FLAGS, "decode": FLAGS},
-        gateway_flags=["--local-prefill-max-tokens", "0"],
-    ) as cluster:
-        undisturbed = texts(send(cluster, pool, 12))
-        futures = send(cluster, pool, 12)
-        wait_for_work(cluster, "decode")
+    flags = {"prefill": FLAGS, "decode": FLAGS}
+    roles = ["prefill", "decode", "decode"]
+    with running(model, roles, worker_flags=flags, gateway_flags=ALWAYS_HAND_OFF) as cluster:
+        undisturbed = texts(send(cluster, pool))
+        events = Events(NUM_REQUESTS * 10)
+        futures = send(cluster, pool, events)
+        events.wait()
         cluster.of_role("decode")[0].send(signal.SIGKILL)
         assert texts(futures) == undisturbed
+        retried = httpx.get(cluster.gateway.admin_url + "/debug/requests", timeout=5).json()
+        assert any(len(request["attempts"]) > 1 for request in retried), "the kill hit running streams"
         cluster.assert_idle()
 
 
-def test_a_worker_restarted_on_its_port_is_used_again_at_once(model: Path, pool: ThreadPoolExecutor) -> None:
-    with running(
-        model,
-        ["prefill", "decode"],
-        worker_flags={"prefill": FLAGS, "decode": FLAGS},
-        gateway_flags=["--local-prefill-max-tokens", "0"],
-    ) as cluster:
-        undisturbed = texts(send(cluster, pool, 3))
+def test_a_worker_restarted_on_its_port_is_used_again(model: Path, pool: ThreadPoolExecutor) -> None:
+    flags = {"prefill": FLAGS, "decode": FLAGS}
+    with running(model, ["prefill", "decode"], worker_flags=flags, gateway_flags=ALWAYS_HAND_OFF) as cluster:
+        undisturbed = texts(send(cluster, pool))
         for worker in cluster.workers:
             before = worker.info().incarnation
             worker.send(signal.SIGKILL)
@@ -113,16 +132,25 @@ def test_a_worker_restarted_on_its_port_is_used_again_at_once(model: Path, pool:
             worker.start()
             worker.wait_ready()
             assert worker.info().incarnation != before
-            cluster.gateway.wait_ready()
-            assert texts(send(cluster, pool, 3)) == undisturbed
+            cluster.wait_usable()
+            assert texts(send(cluster, pool)) == undisturbed
+            committed = cluster.of_role("decode")[0].ledger()["receiver"]["committed"]
+            assert committed >= NUM_REQUESTS, "KV came over the fabric from and to the new process"
             cluster.assert_idle()
 
 
-def test_sigterm_lets_running_requests_end_and_exits_with_zero(model: Path, pool: ThreadPoolExecutor) -> None:
-    with running(model, ["prefill", "decode"], worker_flags={"prefill": FLAGS, "decode": FLAGS}) as cluster:
-        futures = send(cluster, pool, 6)
-        wait_for_work(cluster, "decode")
-        cluster.gateway.send(signal.SIGTERM)
-        assert all(future.result(timeout=60).status_code in (200, 503) for future in futures)
-        assert cluster.gateway.wait() == 0
+@pytest.mark.parametrize("role", ["gateway", "prefill", "decode"])
+def test_sigterm_lets_running_requests_end_and_exits_with_zero(
+    model: Path, pool: ThreadPoolExecutor, role: str
+) -> None:
+    flags = {"prefill": FLAGS, "decode": FLAGS}
+    with running(model, ["prefill", "decode"], worker_flags=flags, gateway_flags=ALWAYS_HAND_OFF) as cluster:
+        undisturbed = texts(send(cluster, pool))
+        events = Events(NUM_REQUESTS * 4)
+        futures = send(cluster, pool, events)
+        events.wait()
+        victim = cluster.gateway if role == "gateway" else cluster.of_role(role)[0]
+        victim.send(signal.SIGTERM)
+        assert texts(futures) == undisturbed
+        assert victim.wait() == 0
         cluster.assert_idle()

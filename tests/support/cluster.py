@@ -85,8 +85,10 @@ class Process:
             self.popen.kill()
             self.popen.wait(5)
             raise AssertionError(f"{self.arguments[0]} did not stop:\n{self.output()[-4000:]}") from None
-        finally:
-            self._log.flush()
+
+    def close(self) -> None:
+        """The log goes with the process."""
+        self._log.close()
 
 
 class WorkerProcess(Process):
@@ -152,6 +154,16 @@ class Cluster:
         assert response.status_code == 200, response.text
         return response.json()
 
+    def wait_usable(self) -> None:
+        """Until the gateway can use every worker that is alive."""
+
+        def all_usable() -> bool:
+            workers = httpx.get(self.gateway.admin_url + "/debug/cluster", timeout=5).json()["workers"]
+            alive = {worker.url: worker.info().incarnation for worker in self.workers}
+            return all(w["usable"] and w["info"]["incarnation"] == alive[w["url"]] for w in workers)
+
+        wait_until(all_usable, "every worker is usable", self.gateway)
+
     def assert_idle(self) -> None:
         """Within SETTLE_S nothing of any request is left on any live worker."""
         for worker in self.workers:
@@ -190,11 +202,19 @@ def running(
     try:
         for process in (*workers, gateway):
             process.wait_ready()
+        cluster.wait_usable()
         yield cluster
     finally:
         cluster.client.close()
         statuses = {process.arguments[0]: process.stop() for process in (gateway, *workers)}
+        for process in (gateway, *workers):
+            process.close()
     assert all(status in (0, -signal.SIGKILL) for status in statuses.values()), statuses
+
+
+def wait_until(condition: Any, what: str, process: Process, timeout_s: float = SETTLE_S) -> None:
+    """Ask until it is so; AssertionError with the process's last lines after `timeout_s`."""
+    _wait(condition, timeout_s, process, lambda: what)
 
 
 def _wait(condition: Any, timeout_s: float, process: Process, detail: Any = None) -> None:

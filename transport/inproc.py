@@ -85,7 +85,8 @@ class InprocConnection(Connection):
         await self._unless_gone(self.other._inbox[channel].put(bytes(memoryview(buffer).cast("B"))))
 
     async def recv(self, buffer: Any, channel: Channel) -> None:
-        message: bytes = await self._unless_gone(self._inbox[channel].get())
+        inbox = self._inbox[channel]
+        message: bytes = inbox.get_nowait() if not inbox.empty() else await self._unless_gone(inbox.get())
         view = memoryview(buffer).cast("B")
         if len(message) > len(view):
             raise ConnectionLost(f"a message of {len(message)} bytes for a buffer of {len(view)}")
@@ -96,7 +97,7 @@ class InprocConnection(Connection):
         gone = asyncio.ensure_future(self._gone.wait())
         try:
             await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if waiting.done() and not self._gone.is_set():
+            if waiting.done():  # what came before the end is still handed over
                 return waiting.result()
             raise ConnectionLost(f"the connection to {self.peer} has ended")
         finally:

@@ -283,6 +283,8 @@ class KvReceiver:
         try:
             if incoming.sink is not None:
                 written = await incoming.sink.write(segment.start, segment.num_tokens, buffer[: segment.num_bytes])
+        except Exception:  # the sink is the owner's: a fault in it ends the transfer and nothing more
+            logger.exception("a segment could not be written")
         finally:
             await self._staging.give_back(buffer)
         self._handle(incoming, transfer.SegmentWritten(segment.start, written))

@@ -342,6 +342,9 @@ class Shipment:
                         await self._peer.put(_Outgoing(message))
         except TransportError as error:
             self.handle(transfer.Ended(str(error), tell=True))
+        except Exception as error:  # `read` is the owner's: a fault in it must not leave the receiver waiting
+            logger.exception("a shipment failed")
+            self.handle(transfer.Ended(f"{type(error).__name__}: {error}", tell=True))
 
     async def _send_segment(self, start: int, num_tokens: int) -> None:
         num_bytes = num_tokens * self._sender.layout.bytes_per_token

@@ -21,6 +21,9 @@ from engine.sampling_params import SamplingParams
 LOWEST = torch.finfo(torch.float32).min
 """Stands for "never" in place of -inf: a row that forbids everything still has a likeliest token, and no NaN."""
 
+LARGEST = 1e30
+"""More than any logit, and small enough to be divided by the least temperature."""
+
 
 def sample(logits: torch.Tensor, inputs: Sequence[SampleInput]) -> list[SampledToken]:
     """`logits` (len(inputs), vocab_size), of any float dtype, on any device; not changed."""
@@ -53,7 +56,9 @@ def _sample_row(raw: torch.Tensor, row: SampleInput) -> SampledToken:
         token_id = int(logits.argmax())
     else:
         draw = uniform(params.seed, params.choice, row.output_index)
-        token_id = _draw(logits / params.temperature, params, draw)
+        # Infinities (fp16 overflows, masks) would make NaN of the distribution; these bounds survive the division.
+        bounded = logits.clamp(-LARGEST, LARGEST)
+        token_id = _draw(bounded / params.temperature, params, draw)
     if params.logprobs is None:
         return SampledToken(token_id, None)
     return SampledToken(token_id, _logprobs(raw, token_id, params.logprobs))

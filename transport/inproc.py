@@ -78,15 +78,20 @@ class InprocConnection(Connection):
         self.peer = peer
         self.other: InprocConnection | None = None
         self._inbox: dict[Channel, asyncio.Queue[bytes]] = {c: asyncio.Queue(MAX_QUEUED) for c in Channel}
+        self._send_turn = {c: asyncio.Lock() for c in Channel}
+        self._recv_turn = {c: asyncio.Lock() for c in Channel}
         self._gone = asyncio.Event()
 
     async def send(self, buffer: Any, channel: Channel) -> None:
         assert self.other is not None
-        await self._unless_gone(self.other._inbox[channel].put(bytes(memoryview(buffer).cast("B"))))
+        message = bytes(memoryview(buffer).cast("B"))
+        async with self._send_turn[channel]:  # first come, first served, also while the queue is full
+            await self._unless_gone(self.other._inbox[channel].put(message))
 
     async def recv(self, buffer: Any, channel: Channel) -> None:
-        inbox = self._inbox[channel]
-        message: bytes = inbox.get_nowait() if not inbox.empty() else await self._unless_gone(inbox.get())
+        async with self._recv_turn[channel]:
+            inbox = self._inbox[channel]
+            message: bytes = inbox.get_nowait() if not inbox.empty() else await self._unless_gone(inbox.get())
         view = memoryview(buffer).cast("B")
         if len(message) > len(view):
             raise ConnectionLost(f"a message of {len(message)} bytes for a buffer of {len(view)}")
@@ -109,8 +114,8 @@ class InprocConnection(Connection):
         if self.other is not None:
             self.other._gone.set()
 
-    async def settled(self) -> None:
-        return None
+    async def settled(self) -> bool:
+        return True
 
     @property
     def closed(self) -> bool:

@@ -21,13 +21,15 @@ class Channel(enum.IntEnum):
 
 
 class Connection(ABC):
-    """Both ends may send and receive at once. At most one send and one receive are under way on each channel."""
+    """Both ends may send and receive at once. Several sends and receives of a channel may be under way: messages go
+    to receives in the order in which each were started."""
 
     peer: str
 
     @abstractmethod
     async def send(self, buffer: Any, channel: Channel) -> None:
-        """Give one message to the fabric. Its return proves nothing about delivery. Raises ConnectionLost."""
+        """Give one message to the fabric. Its return proves nothing about delivery, but the buffer is free again, as
+        it is after ConnectionLost. After a cancel the fabric may still be reading it. Raises ConnectionLost."""
 
     @abstractmethod
     async def recv(self, buffer: Any, channel: Channel) -> None:
@@ -41,8 +43,9 @@ class Connection(ABC):
         """End the connection now. Pending calls raise ConnectionLost. May be called twice."""
 
     @abstractmethod
-    async def settled(self) -> None:
-        """After `abort`: returns once nothing can be written into any buffer of this connection any more."""
+    async def settled(self) -> bool:
+        """After `abort`: True once nothing can be written into any buffer of this connection any more, False when
+        that could not be proven within a bound."""
 
     @property
     @abstractmethod

@@ -2,6 +2,9 @@
 
 Owned by a decode worker's event loop. Bytes are verified before `sink.write` sees them; a payload for a handoff that
 is unknown or over is received all the same, into staging memory, and dropped, so that the connection goes on.
+
+Each peer has two tasks. One hears control messages and never waits for memory, so that renewals and aborts count while
+payloads queue for staging; the other takes payloads, and the commits behind them, in their order.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from transport import messages, transfer
 from transport.checksum import checksum
 from transport.errors import ConnectionLost, TransportError, WireError
 from transport.layout import KvLayout
-from transport.messages import Abort, Ack, Commit, Control, Hello, HelloReply, Open, Renew, Resend, Segment
+from transport.messages import Abort, Ack, Alive, Commit, Control, Hello, HelloReply, Open, Renew, Resend, Segment
 from transport.plane import Channel, Connection, Plane
 from transport.staging import Buffer, StagingPool
 from transport.transfer import Grant, TransferStats
@@ -29,6 +32,12 @@ from transport.transfer import Grant, TransferStats
 logger = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 5.0
 TICK_S = 0.1
+PAYLOAD_TIMEOUT_S = 10.0
+"""An announced payload that has not arrived by then ends its connection: only so is its buffer free again."""
+MAX_ANNOUNCED = 64
+MAX_RECEIVES = 2
+"""Payload receives posted at once on a connection: the next lands while one is verified and written."""
+CLOSE_S = 2.0
 KEPT_ENDED = 1024
 """Ended handoffs remembered, so that late messages are told from unknown ones and a lost Ack can be repeated."""
 
@@ -61,7 +70,9 @@ class _Peer:
     connection: Connection
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     handoffs: set[bytes] = field(default_factory=set)
-    writes: set[asyncio.Task[None]] = field(default_factory=set)
+    receives: set[asyncio.Task[None]] = field(default_factory=set)
+    announced: asyncio.Queue[Segment | Commit] = field(default_factory=lambda: asyncio.Queue(MAX_ANNOUNCED))
+    lane: str = ""
 
     async def send(self, message: Control) -> None:
         async with self.lock:
@@ -81,6 +92,7 @@ class KvReceiver:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = ""
+        self._closed = False
         self._plane = plane
         self._layout = layout
         self._hello = hello
@@ -90,7 +102,8 @@ class KvReceiver:
         self._ended: OrderedDict[bytes, _Incoming] = OrderedDict()
         self._peers: set[_Peer] = set()
         self._ticker: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._serving: set[asyncio.Task[Any]] = set()
         self._counts = dict.fromkeys(("committed", "failed", "cancelled", "damaged", "unknown", "refused", "bytes"), 0)
 
     async def start(self) -> None:
@@ -115,11 +128,19 @@ class KvReceiver:
     async def close(self) -> None:
         for handoff_id in list(self._open):
             self.cancel(handoff_id)
-        for task in (self._ticker, *self._tasks):
-            if task is not None:
-                task.cancel()
+        """Tells the senders. Bounded; a write that the owner has not answered by then is left to it."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=CLOSE_S / 4)
         for peer in list(self._peers):
             peer.connection.abort()
+        rest = {*self._serving, *self._tasks, *([self._ticker] if self._ticker else [])}
+        if rest:
+            await asyncio.wait(rest, timeout=CLOSE_S)
+        if self.address and not self._closed:
+            await self._plane.stop_listening(self.address)
+        self._closed = True
 
     def snapshot(self) -> dict[str, object]:
         states: dict[str, int] = {}
@@ -147,6 +168,10 @@ class KvReceiver:
         connection and nothing more."""
         peer = _Peer(connection)
         self._peers.add(peer)
+        serving = asyncio.current_task()
+        assert serving is not None
+        self._serving.add(serving)
+        payloads = asyncio.create_task(self._take_payloads(peer))
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 accepted = await self._greet(peer)
@@ -158,13 +183,50 @@ class KvReceiver:
             self._peers.discard(peer)
             connection.abort()
             for handoff_id in peer.handoffs:
-                if (incoming := self._open.get(handoff_id)) is not None:
+                incoming = self._open.get(handoff_id)
+                if incoming is not None and incoming.peer is peer:
                     self._handle(incoming, transfer.Ended("the connection to prefill was lost", tell=False))
+            payloads.cancel()
+            await asyncio.wait({payloads})  # it is bounded by what `settled` is
+            self._serving.discard(serving)
+
+    async def _take_payloads(self, peer: _Peer) -> None:
+        try:
+            while True:
+                message = await peer.announced.get()
+                # A commit counts once everything announced before it is here; a segment, once there is room.
+                num_allowed = MAX_RECEIVES - 1 if isinstance(message, Segment) else 0
+                while len(peer.receives) > num_allowed:
+                    await asyncio.wait(peer.receives, return_when=asyncio.FIRST_COMPLETED)
+                if isinstance(message, Segment):
+                    await self._start_receive(peer, message)
+                else:
+                    self._on_commit(peer, message)
+        except TransportError as error:
+            logger.info("payloads from %s ended: %s", peer.connection.peer, error)
+        finally:
+            peer.connection.abort()  # which ends the control task and the receives too
+            if peer.receives:
+                await asyncio.wait(peer.receives)
+
+    async def _start_receive(self, peer: _Peer, segment: Segment) -> None:
+        if not 0 < segment.num_bytes <= self._staging.buffer_bytes:
+            raise WireError(f"a segment of {segment.num_bytes} bytes, the limit is {self._staging.buffer_bytes}")
+        buffer = await self._staging.lend()
+        task = asyncio.create_task(self._receive(peer, segment, buffer))
+        peer.receives.add(task)
+        task.add_done_callback(peer.receives.discard)
+
+    def _on_commit(self, peer: _Peer, message: Commit) -> None:
+        incoming = self._find(message.handoff_id)
+        if incoming is not None and incoming.peer is peer:
+            self._handle(incoming, transfer.CommitArrived(message.attempt, message.digest, message.meta))
 
     async def _greet(self, peer: _Peer) -> bool:
         hello = await _recv(peer.connection)
         if not isinstance(hello, Hello):
             raise WireError(f"a {type(hello).__name__} before the hello")
+        peer.lane = await self._plane.lane(peer.connection)
         difference = self._hello.difference(hello)
         refused = f"{difference} differs" if difference else ""
         await peer.send(HelloReply(self._hello, refused))
@@ -174,11 +236,11 @@ class KvReceiver:
         return not refused
 
     async def _dispatch(self, peer: _Peer, message: Control) -> None:
-        if isinstance(message, Segment):
-            await self._receive(peer, message)
-            return
-        if not isinstance(message, Open | Commit | Renew | Abort):
+        if not isinstance(message, Open | Segment | Commit | Renew | Abort):
             raise WireError(f"a {type(message).__name__} from a sender")
+        if isinstance(message, Segment):
+            await peer.announced.put(message)
+            return
         incoming = self._find(message.handoff_id)
         if incoming is None:
             self._counts["unknown"] += 1
@@ -187,37 +249,50 @@ class KvReceiver:
             return
         match message:
             case Open():
-                opened = transfer.Opened(message.attempt, message.key, message.start, message.end)
-                before = incoming.machine.num_late
-                self._handle(incoming, opened)
-                if incoming.machine.num_late > before:
-                    self._say(peer, Abort(message.handoff_id, message.attempt, "attempt or key do not match"))
-                elif not incoming.machine.ended:
-                    incoming.peer, incoming.started_at = peer, self._clock()
-                    peer.handoffs.add(message.handoff_id)
-            case Commit() if incoming.peer is peer:
-                self._handle(incoming, transfer.CommitArrived(message.attempt, message.digest, message.meta))
+                self._on_open(peer, incoming, message)
+            case Commit():
+                await peer.announced.put(message)
             case Renew() if incoming.peer is peer:
                 self._handle(incoming, transfer.Renewed(message.attempt))
             case Abort() if incoming.peer is peer and message.attempt == incoming.machine.grant.attempt:
                 self._handle(incoming, transfer.Ended(f"prefill: {message.reason}", tell=False))
 
-    async def _receive(self, peer: _Peer, segment: Segment) -> None:
-        if not 0 < segment.num_bytes <= self._staging.buffer_bytes:
-            raise WireError(f"a segment of {segment.num_bytes} bytes, the limit is {self._staging.buffer_bytes}")
-        buffer = await self._staging.lend()
+    def _on_open(self, peer: _Peer, incoming: _Incoming, message: Open) -> None:
+        if incoming.peer not in (None, peer):
+            self._refuse(peer, message, "another connection has opened this transfer")
+            return
+        former, incoming.peer = incoming.peer, peer
+        opened = transfer.Opened(message.attempt, message.key, message.start, message.end)
+        for instruction in self._handle(incoming, opened):
+            assert isinstance(instruction, transfer.Refuse)
+            incoming.peer = former
+            self._refuse(peer, message, instruction.reason)
+        if incoming.peer is peer and former is None:
+            incoming.started_at = self._clock()
+            peer.handoffs.add(message.handoff_id)
+
+    def _refuse(self, peer: _Peer, message: Open, reason: str) -> None:
+        self._counts["refused"] += 1
+        self._say(peer, Abort(message.handoff_id, message.attempt, reason[: messages.MAX_REASON_CHARS]))
+
+    async def _receive(self, peer: _Peer, segment: Segment, buffer: Buffer) -> None:
         try:
-            await peer.connection.recv(buffer[: segment.num_bytes], Channel.PAYLOAD)
-        except BaseException:
+            async with asyncio.timeout(PAYLOAD_TIMEOUT_S):
+                await peer.connection.recv(buffer[: segment.num_bytes], Channel.PAYLOAD)
+        except (TransportError, TimeoutError) as error:
+            logger.info("a payload from %s was lost: %s", peer.connection.peer, error or type(error).__name__)
             # The fabric may still be writing: out of use until the connection is known to be quiet.
             peer.connection.abort()
-            await asyncio.shield(self._retire(peer.connection, buffer))
-            raise
+            if await peer.connection.settled():
+                self._staging.give_back(buffer)
+            else:
+                self._staging.quarantine(buffer)
+            return
         self._counts["bytes"] += segment.num_bytes
         incoming = self._find(segment.handoff_id)
         if incoming is None or incoming.peer is not peer:
             self._counts["unknown"] += 1
-            await self._staging.give_back(buffer)
+            self._staging.give_back(buffer)
             return
         intact = segment.num_bytes == segment.num_tokens * self._layout.bytes_per_token and (
             checksum(buffer[: segment.num_bytes]) == segment.checksum
@@ -230,18 +305,16 @@ class KvReceiver:
         arrived = transfer.SegmentArrived(segment.attempt, segment.start, segment.num_tokens, segment.checksum, intact)
         self._handle(incoming, arrived)
         if incoming.staged.pop(segment.start, None) is not None:  # no Write took it
-            await self._staging.give_back(buffer)
-
-    async def _retire(self, connection: Connection, buffer: Buffer) -> None:
-        await connection.settled()
-        await self._staging.discard()
+            self._staging.give_back(buffer)
 
     # One handoff
 
     def _find(self, handoff_id: bytes) -> _Incoming | None:
         return self._open.get(handoff_id) or self._ended.get(handoff_id)
 
-    def _handle(self, incoming: _Incoming, event: transfer.ReceiverEvent) -> None:
+    def _handle(self, incoming: _Incoming, event: transfer.ReceiverEvent) -> list[transfer.Instruction]:
+        """Does what the machine says; returns what only the caller can do."""
+        left: list[transfer.Instruction] = []
         was_ended = incoming.machine.ended
         grant = incoming.machine.grant
         for instruction in incoming.machine.handle(event, self._clock()):
@@ -255,6 +328,8 @@ class KvReceiver:
                     )
                 case transfer.Acknowledge():
                     self._say(incoming.peer, Ack(grant.handoff_id, grant.attempt))
+                case transfer.SayAlive():
+                    self._say(incoming.peer, Alive(grant.handoff_id, grant.attempt))
                 case transfer.TellAbort():
                     reason = instruction.reason[: messages.MAX_REASON_CHARS]
                     self._say(incoming.peer, Abort(grant.handoff_id, grant.attempt, reason))
@@ -266,8 +341,11 @@ class KvReceiver:
                     self._counts["failed"] += incoming.sink is not None
                     if incoming.sink is not None:
                         incoming.sink.failed(instruction.reason)
+                case _:
+                    left.append(instruction)
         if incoming.machine.ended and not was_ended:
             self._retire_handoff(grant.handoff_id)
+        return left
 
     def _retire_handoff(self, handoff_id: bytes) -> None:
         incoming = self._open.pop(handoff_id)
@@ -286,7 +364,7 @@ class KvReceiver:
         except Exception:  # the sink is the owner's: a fault in it ends the transfer and nothing more
             logger.exception("a segment could not be written")
         finally:
-            await self._staging.give_back(buffer)
+            self._staging.give_back(buffer)
         self._handle(incoming, transfer.SegmentWritten(segment.start, written))
 
     def _stats(self, incoming: _Incoming) -> TransferStats:
@@ -295,7 +373,7 @@ class KvReceiver:
             seconds=self._clock() - incoming.started_at,
             num_segments=len(incoming.machine.segments),
             num_resent=incoming.machine.num_resends,
-            lane=self._plane.name,
+            lane=incoming.peer.lane if incoming.peer else "",
         )
 
     def _say(self, peer: _Peer | None, message: Control) -> None:

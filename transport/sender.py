@@ -2,16 +2,17 @@
 
 Owned by a prefill worker's event loop. Gathering segment k + 1 overlaps the sending of segment k; both are bounded
 by the staging pool. `commit` returns on the acknowledgement, which is the only proof of delivery.
+
+A staging buffer has one owner at any time: the shipment while it is gathered, the peer from the moment its sends are
+started until they have ended, whatever becomes of the shipment.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from transport import messages, transfer
 from transport.checksum import checksum
 from transport.errors import ConnectFailed, ConnectionLost, PairingRefused, TransferError, TransportError, WireError
 from transport.layout import KvLayout
-from transport.messages import Abort, Ack, Commit, Control, Hello, HelloReply, Open, Renew, Resend, Segment
+from transport.messages import Abort, Ack, Alive, Commit, Control, Hello, HelloReply, Open, Renew, Resend, Segment
 from transport.plane import Channel, Connection, Plane
 from transport.staging import Buffer, StagingPool
 from transport.transfer import TransferStats
@@ -28,18 +29,15 @@ from transport.transfer import TransferStats
 logger = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 5.0
 TICK_S = 0.5
-MAX_QUEUED_SENDS = 2
-"""Messages a peer's queue holds: enough to keep the fabric busy, few enough that shipments take turns."""
+SILENCE_S = 10.0
+CLOSE_S = 2.0
+MAX_PAYLOADS = 2
+"""Payloads under way to a peer: the next is announced while one moves, and shipments take turns."""
 MAX_STAGING_BYTES = 64 << 20
 
 Read = Callable[[int, int, Buffer], Awaitable[bool]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Outgoing:
-    message: Control
-    payload: Buffer | None = None
-    staged: Buffer | None = None
+"""(start, num_tokens, buffer): gather KV into the buffer. False: the request has ended. Returns or raises only when
+nothing writes into the buffer any more, even if it was cancelled."""
 
 
 class KvSender:
@@ -51,6 +49,7 @@ class KvSender:
         *,
         max_segment_bytes: int,
         max_staging_bytes: int = MAX_STAGING_BYTES,
+        silence_s: float = SILENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.plane = plane
@@ -58,6 +57,7 @@ class KvSender:
         self.hello = hello
         self.max_segment_bytes = max_segment_bytes
         self.clock = clock
+        self.silence_s = silence_s
         self.staging = StagingPool(max(max_segment_bytes, layout.bytes_per_token), max_staging_bytes)
         self.counts = dict.fromkeys(("acked", "failed", "resent", "bytes", "connects"), 0)
         self.shipments: set[Shipment] = set()
@@ -79,31 +79,36 @@ class KvSender:
     ) -> Shipment:
         """Announce a transfer of tokens [start, end). Connects where there is no connection yet.
         Raises ConnectFailed, ConnectionLost, PairingRefused."""
-        peer = await self._peer(address, peer_incarnation)
-        machine = transfer.Sender(start, end, attempt, deadline=self.clock() + deadline_s)
+        now = self.clock()
+        try:
+            async with asyncio.timeout(deadline_s):
+                peer = await self._peer(address, peer_incarnation)
+        except TimeoutError as error:
+            raise ConnectFailed(f"no connection to {address} before the deadline") from error
+        machine = transfer.Sender(
+            start, end, attempt, deadline=now + deadline_s, silence_s=self.silence_s, heard_at=self.clock()
+        )
         shipment = Shipment(self, peer, handoff_id, machine, read)
         peer.shipments[handoff_id, attempt] = shipment
         self.shipments.add(shipment)
         if self._ticker is None:
             self._ticker = asyncio.create_task(self._tick())
-        try:
-            await peer.put(_Outgoing(Open(handoff_id, attempt, key, start, end)))
-        except BaseException:
-            await shipment.abort("not opened")
-            raise
+        peer.say(Open(handoff_id, attempt, key, start, end))
         return shipment
 
     async def close(self) -> None:
-        if self._ticker is not None:
-            self._ticker.cancel()
+        """Tells the receivers. Bounded; nothing of this sender runs afterwards unless a `read` never returned."""
+        pumps = [shipment.pump for shipment in self.shipments]
         for shipment in list(self.shipments):
             await shipment.abort("prefill stops")
-        for task in self._peers.values():
-            if task.done() and not task.cancelled() and task.exception() is None:
-                await task.result().close()
-            else:
-                task.cancel()
+        tasks = [*self._peers.values(), *pumps, *([self._ticker] if self._ticker else [])]
+        for peer in [peer for task in self._peers.values() if (peer := _connected(task)) is not None]:
+            await peer.close()
         self._peers.clear()
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_S)
 
     def snapshot(self) -> dict[str, object]:
         states: dict[str, int] = {}
@@ -119,16 +124,20 @@ class KvSender:
         }
 
     async def _peer(self, address: str, incarnation: str) -> _Peer:
-        """The connection to this incarnation: those to earlier ones at the address are dropped."""
-        for key, task in list(self._peers.items()):
+        """The connection to this incarnation. One that has ended is replaced; those to other incarnations at the
+        address are dropped once this one has greeted us: it is the living one."""
+        task = self._peers.get((address, incarnation))
+        if task is None or (task.done() and ((known := _connected(task)) is None or known.closed)):
+            task = self._connect(address, incarnation)
+        peer = await asyncio.shield(task)
+        for key, other in list(self._peers.items()):
+            former = _connected(other)
             stale = key[0] == address and key[1] != incarnation
-            dead = task.done() and (task.cancelled() or task.exception() is not None or task.result().closed)
-            if stale or dead:
+            if (stale and other.done()) or (former is not None and former.closed):
                 del self._peers[key]
-                if task.done() and not task.cancelled() and task.exception() is None:
-                    await task.result().close()
-        task = self._peers.get((address, incarnation)) or self._connect(address, incarnation)
-        return await asyncio.shield(task)
+                if former is not None:
+                    former.lose("another incarnation has taken its place")
+        return peer
 
     def _connect(self, address: str, incarnation: str) -> asyncio.Task[_Peer]:
         """As a task that several openings wait for: one connection is made, and none of them can cancel it."""
@@ -146,7 +155,8 @@ class KvSender:
                 reply = await _recv(connection)
             if not isinstance(reply, HelloReply):
                 raise WireError(f"a {type(reply).__name__} in answer to the hello")
-            difference = "incarnation" if reply.hello.incarnation != incarnation else self.hello.difference(reply.hello)
+            other = reply.hello.incarnation != incarnation
+            difference = "incarnation" if other else self.hello.difference(reply.hello)
             if reply.refused or difference:
                 raise PairingRefused(f"{address} is no pair of this worker: {reply.refused or f'{difference} differs'}")
             return _Peer(self, connection, await self.plane.lane(connection))
@@ -162,70 +172,92 @@ class KvSender:
             await asyncio.sleep(TICK_S)
             for shipment in list(self.shipments):
                 shipment.tick()
+            for task in list(self._peers.values()):
+                if (peer := _connected(task)) is not None and peer.shipments:
+                    peer.check_heard()
+
+
+def _connected(task: asyncio.Task[_Peer]) -> _Peer | None:
+    """What a finished attempt to connect has brought."""
+    return task.result() if task.done() and not task.cancelled() and task.exception() is None else None
 
 
 class _Peer:
-    """One connection: a task that sends what is queued, in order, and a task that hears the answers."""
+    """One connection. Sends are started in order and end on their own; one task hears the answers."""
 
     def __init__(self, sender: KvSender, connection: Connection, lane: str) -> None:
         self.lane = lane
         self.shipments: dict[tuple[bytes, int], Shipment] = {}
         self._sender = sender
         self._connection = connection
-        self._queue: asyncio.Queue[_Outgoing] = asyncio.Queue(MAX_QUEUED_SENDS)
-        self._tasks = [asyncio.create_task(self._run(self._send_all())), asyncio.create_task(self._run(self._hear()))]
-        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._heard_at = sender.clock()
+        self._lost: str | None = None
+        self._room = asyncio.Semaphore(MAX_PAYLOADS)
+        self._sends: set[asyncio.Task[None]] = set()
+        self._hearing = asyncio.create_task(self._run(self._hear()))
 
     @property
     def closed(self) -> bool:
-        return self._lost.done() or self._connection.closed
+        return self._lost is not None or self._connection.closed
 
-    async def put(self, outgoing: _Outgoing) -> None:
-        """Queue a message; waits while the queue is full. Raises ConnectionLost."""
-        if self._lost.done():
-            raise ConnectionLost(self._lost.result())
-        putting: asyncio.Future[Any] = asyncio.ensure_future(self._queue.put(outgoing))
-        lost: asyncio.Future[Any] = self._lost
-        try:
-            await asyncio.wait({putting, lost}, return_when=asyncio.FIRST_COMPLETED)
-            if not putting.done():
-                raise ConnectionLost(self._lost.result())
-        finally:
-            putting.cancel()
+    async def put(self, message: Segment, payload: Buffer, staged: Buffer) -> None:
+        """Start sending a segment; waits while MAX_PAYLOADS are under way. From then on `staged` is the peer's, who
+        gives it back; when this raises (ConnectionLost, or the wait was cancelled) it is still the caller's."""
+        await self._room.acquire()
+        if self._lost is not None:
+            self._room.release()
+            raise ConnectionLost(self._lost)
+        header = self.say(message)
+        body = self._start(self._run(self._connection.send(payload, Channel.PAYLOAD)))
+        self._start(self._finish(header, body, len(payload), staged))
+
+    def say(self, message: Control) -> asyncio.Task[None]:
+        return self._start(self._run(_send(self._connection, message)))
+
+    def check_heard(self) -> None:
+        """The fabric notices a peer that has died at once, but one that hangs late or never."""
+        if self._sender.clock() >= self._heard_at + self._sender.silence_s + TICK_S:
+            self.lose("the peer is silent")
 
     async def close(self) -> None:
-        self._lose("closed")
-        for task in self._tasks:
-            task.cancel()
-        await self._connection.settled()
+        """What has been said gets a moment to leave."""
+        if self._sends:
+            await asyncio.wait(set(self._sends), timeout=CLOSE_S / 4)
+        self.lose("closed")
+        await asyncio.wait({self._hearing, *self._sends}, timeout=CLOSE_S)
+
+    def lose(self, reason: str) -> None:
+        if self._lost is None:
+            self._lost = reason
+        self._connection.abort()
+        for shipment in list(self.shipments.values()):
+            shipment.handle(transfer.Ended(f"the connection to decode was lost: {reason}", tell=False))
 
     async def _run(self, work: Awaitable[None]) -> None:
         try:
             await work
         except TransportError as error:
-            self._lose(str(error))
+            self.lose(str(error))
 
-    def _lose(self, reason: str) -> None:
-        if not self._lost.done():
-            self._lost.set_result(reason)
-        self._connection.abort()
-        for shipment in list(self.shipments.values()):
-            shipment.handle(transfer.Ended(f"the connection to decode was lost: {reason}", tell=False))
+    async def _finish(
+        self, header: asyncio.Task[None], body: asyncio.Task[None], num_bytes: int, staged: Buffer
+    ) -> None:
+        await asyncio.wait({header, body})
+        self._sender.counts["bytes"] += num_bytes
+        self._sender.staging.give_back(staged)
+        self._room.release()
 
-    async def _send_all(self) -> None:
-        while True:
-            outgoing = await self._queue.get()
-            await _send(self._connection, outgoing.message)
-            if outgoing.payload is not None:
-                await self._connection.send(outgoing.payload, Channel.PAYLOAD)
-                self._sender.counts["bytes"] += len(outgoing.payload)
-            if outgoing.staged is not None:
-                await self._sender.staging.give_back(outgoing.staged)
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._sends.add(task)
+        task.add_done_callback(self._sends.discard)
+        return task
 
     async def _hear(self) -> None:
         while True:
             message = await _recv(self._connection)
-            if not isinstance(message, Ack | Resend | Abort):
+            self._heard_at = self._sender.clock()
+            if not isinstance(message, Ack | Alive | Resend | Abort):
                 raise WireError(f"a {type(message).__name__} from a receiver")
             shipment = self.shipments.get((message.handoff_id, message.attempt))
             if shipment is None:
@@ -233,6 +265,8 @@ class _Peer:
             match message:
                 case Ack():
                     shipment.handle(transfer.Acked(message.attempt))
+                case Alive():
+                    shipment.handle(transfer.Renewed(message.attempt))
                 case Resend():
                     shipment.handle(transfer.ResendAsked(message.attempt, message.start, message.num_tokens))
                 case Abort():
@@ -244,8 +278,8 @@ class Shipment:
 
     def __init__(self, sender: KvSender, peer: _Peer, handoff_id: bytes, machine: transfer.Sender, read: Read) -> None:
         self.machine = machine
-        self._sender = sender
         self._peer = peer
+        self._sender = sender
         self._handoff_id = handoff_id
         self._read = read
         self._next = machine.start
@@ -254,7 +288,7 @@ class Shipment:
         self._outcome: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         """None: acknowledged. Text: failed, and why."""
         self._work: asyncio.Queue[transfer.SendSegment | transfer.SendCommit] = asyncio.Queue()
-        self._pump = asyncio.create_task(self._pump_all())
+        self.pump = asyncio.create_task(self._pump_all())
 
     async def ship(self, num_tokens: int) -> None:
         """KV of tokens [0, num_tokens) can be read now: ship what has not been. Returns before it is sent.
@@ -288,12 +322,12 @@ class Shipment:
     async def abort(self, reason: str) -> None:
         """Ends it and tells the receiver; nothing after an acknowledgement or an earlier end."""
         self.handle(transfer.Ended(reason, tell=True))
-        self._pump.cancel()
+        self.pump.cancel()
 
     def tick(self) -> None:
         self.handle(transfer.Tick())
         if not self.machine.ended:
-            self._tell(Renew(self._handoff_id, self.machine.attempt))
+            self._peer.say(Renew(self._handoff_id, self.machine.attempt))
 
     def handle(self, event: transfer.SenderEvent) -> None:
         was_ended = self.machine.ended
@@ -302,9 +336,12 @@ class Shipment:
                 case transfer.SendSegment():
                     self._sender.counts["resent"] += 1
                     self._work.put_nowait(instruction)
+                case transfer.SendCommit():
+                    message = Commit(self._handoff_id, self.machine.attempt, instruction.digest, instruction.meta)
+                    self._peer.say(message)
                 case transfer.TellAbort():
                     reason = instruction.reason[: messages.MAX_REASON_CHARS]
-                    self._tell(Abort(self._handoff_id, self.machine.attempt, reason))
+                    self._peer.say(Abort(self._handoff_id, self.machine.attempt, reason))
                 case transfer.Fail():
                     self._end("failed", instruction.reason)
                 case transfer.Done():
@@ -317,16 +354,12 @@ class Shipment:
         self._sender.counts[count] += 1
         if not self._outcome.done():
             self._outcome.set_result(reason)
-        if asyncio.current_task() is not self._pump:
-            self._pump.cancel()
+        if asyncio.current_task() is not self.pump:
+            self.pump.cancel()
 
     def _raise_if_failed(self) -> None:
         if self._outcome.done() and (reason := self._outcome.result()) is not None:
             raise TransferError(reason)
-
-    def _tell(self, message: Control) -> None:
-        task = asyncio.ensure_future(self._peer.put(_Outgoing(message)))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def _pump_all(self) -> None:
         """Segments in order, the commit after them, resends as they are asked for."""
@@ -336,10 +369,7 @@ class Shipment:
                 if isinstance(work, transfer.SendSegment):
                     await self._send_segment(work.start, work.num_tokens)
                 else:
-                    for instruction in self.machine.handle(transfer.CommitAsked(work.meta), self._sender.clock()):
-                        assert isinstance(instruction, transfer.SendCommit)
-                        message = Commit(self._handoff_id, self.machine.attempt, instruction.digest, instruction.meta)
-                        await self._peer.put(_Outgoing(message))
+                    self.handle(transfer.CommitAsked(work.meta))
         except TransportError as error:
             self.handle(transfer.Ended(str(error), tell=True))
         except Exception as error:  # `read` is the owner's: a fault in it must not leave the receiver waiting
@@ -360,10 +390,9 @@ class Shipment:
                 self.machine.handle(transfer.Shipped(start, num_tokens, check), self._sender.clock())
             self._num_bytes += num_bytes
             message = Segment(self._handoff_id, self.machine.attempt, start, num_tokens, num_bytes, check)
-            await self._peer.put(_Outgoing(message, payload, staged))
+            await self._peer.put(message, payload, staged)
         except BaseException:
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.shield(self._sender.staging.give_back(staged))
+            self._sender.staging.give_back(staged)
             raise
 
 

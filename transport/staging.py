@@ -7,6 +7,7 @@ touch it any more, so a late write cannot reach another segment's bytes.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 
 import numpy as np
 import numpy.typing as npt
@@ -19,34 +20,54 @@ class StagingPool:
 
     def __init__(self, buffer_bytes: int, max_bytes: int) -> None:
         self.buffer_bytes = buffer_bytes
+        self.num_lent = 0
         self._left = max(2, max_bytes // buffer_bytes)
         self._free: list[Buffer] = []
-        self.num_lent = 0
-        self.num_quarantined = 0
-        self._returned = asyncio.Condition()
+        self._waiting: deque[asyncio.Future[Buffer]] = deque()
+        self._quarantined: list[Buffer] = []
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._quarantined)
 
     async def lend(self) -> Buffer:
-        """Waits while all are out: that is what holds a sender back."""
-        async with self._returned:
-            while not self._free and not self._left:
-                await self._returned.wait()
+        """Waits its turn while all are out: that is what holds a sender back."""
+        if self._free or self._left:
             self.num_lent += 1
-            if self._free:
-                return self._free.pop()
-            self._left -= 1
-        return np.zeros(self.buffer_bytes, dtype=np.uint8)  # touched now: first use must not fault pages in
+            return self._free.pop() if self._free else self._make()
+        turn: asyncio.Future[Buffer] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it was handed over while the cancel was on its way
+                self.give_back(turn.result())
+            raise
 
-    async def give_back(self, buffer: Buffer) -> None:
-        async with self._returned:
-            self.num_lent -= 1
-            self._free.append(buffer)
-            self._returned.notify()
+    def give_back(self, buffer: Buffer) -> None:
+        """Nothing can read or write it any more."""
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(buffer)  # stays lent, to another
+                return
+        self.num_lent -= 1
+        self._free.append(buffer)
 
-    async def discard(self) -> None:
-        """In place of `give_back`, for a buffer whose receive could not be proven to have ended: it is never used
-        again, and a new one may be made for it."""
-        async with self._returned:
-            self.num_lent -= 1
-            self.num_quarantined += 1
+    def quarantine(self, buffer: Buffer) -> None:
+        """In place of `give_back`, for a buffer whose receive could not be proven to have ended: kept to the end of
+        the process, because freed memory that the fabric writes into is worse than lost memory. The pool is smaller
+        by it, but never useless: the last two are replaced."""
+        self.num_lent -= 1
+        self._quarantined.append(buffer)
+        if self.num_lent + len(self._free) + self._left < 2:
             self._left += 1
-            self._returned.notify()
+            while self._waiting and self._left:
+                turn = self._waiting.popleft()
+                if not turn.done():
+                    self.num_lent += 1
+                    turn.set_result(self._make())
+
+    def _make(self) -> Buffer:
+        self._left -= 1
+        return np.full(self.buffer_bytes, 0, dtype=np.uint8)  # written, so that first use does not fault pages in

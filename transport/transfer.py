@@ -12,10 +12,11 @@ Receiver                                           Sender
 
     any state before the last -> FAILED                any state before the last -> FAILED
       lease over, cancelled, peer aborted or lost,       deadline, aborted, peer aborted or lost,
-      a segment bad too often, a wrong digest            resent too often
+      a segment bad too often, a wrong digest            resent too often, receiver silent
 
-The first terminal state wins: whatever comes later changes nothing and is counted in `num_late`, except that a
-repeated commit to a COMMITTED receiver is acknowledged again, since the first acknowledgement may have been lost.
+The first terminal state wins: whatever comes later changes nothing and is counted in `num_late`. What was lost is
+said again: the sender repeats its commit every REPEAT_S, a COMMITTED receiver acknowledges each, a FAILED one says
+again that it has failed.
 
 Segments may be lost, repeated, reordered or damaged. A repeated one is dropped. A damaged one is asked for again at
 once, a lost one when the commit shows the hole; each range at most MAX_RESENDS times.
@@ -30,6 +31,8 @@ from dataclasses import dataclass, field
 from transport.checksum import digest
 
 MAX_RESENDS = 3
+REPEAT_S = 1.0
+"""A commit is repeated, and a hole asked for again, after this long without an answer."""
 
 
 class ReceiverState(enum.Enum):
@@ -103,6 +106,8 @@ class CommitArrived:
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
+    """The sender still works on it (at the receiver), or the receiver is still there (at the sender)."""
+
     attempt: int
 
 
@@ -165,6 +170,11 @@ class Acknowledge:
 
 
 @dataclass(frozen=True, slots=True)
+class SayAlive:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
 class Deliver:
     """Hand `meta` to the owner: the transfer is complete. At most once, and never beside Fail."""
 
@@ -173,6 +183,13 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class TellAbort:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Tell the one who asked to open, who may not be the one whose transfer this is."""
+
     reason: str
 
 
@@ -201,8 +218,10 @@ class Done:
 
 
 ReceiverEvent = Opened | SegmentArrived | SegmentWritten | CommitArrived | Renewed | Ended | Tick
-SenderEvent = Shipped | CommitAsked | ResendAsked | Acked | Ended | Tick
-Instruction = Write | AskAgain | Acknowledge | Deliver | TellAbort | Fail | SendSegment | SendCommit | Done
+SenderEvent = Shipped | CommitAsked | ResendAsked | Acked | Renewed | Ended | Tick
+Instruction = (
+    Write | AskAgain | Acknowledge | SayAlive | Deliver | TellAbort | Refuse | Fail | SendSegment | SendCommit | Done
+)
 
 
 @dataclass(slots=True)
@@ -220,7 +239,9 @@ class Receiver:
     """start -> (num_tokens, checksum) of those that were verified."""
     written: set[int] = field(default_factory=set)
     _asked: dict[int, int] = field(default_factory=dict)
+    _asked_at: dict[int, float] = field(default_factory=dict)
     _commit: CommitArrived | None = None
+    _reason: str = ""
 
     @property
     def ended(self) -> bool:
@@ -236,38 +257,45 @@ class Receiver:
                 expired = now >= self.deadline
                 return self._fail("nothing was heard from prefill within the lease", tell=True) if expired else []
             case SegmentWritten():
-                return self._on_written(event)
+                return self._on_written(event, now)
+        if isinstance(event, Opened):
+            return self._on_open(event, now)
         if event.attempt != self.grant.attempt:
             self.num_late += 1
             return []
-        if isinstance(event, Opened):
-            return self._on_open(event, now)
         if self.state is ReceiverState.EXPECTED:  # nothing counts before the key was shown
             self.num_late += 1
             return []
         self.deadline = now + self.grant.lease_s
         match event:
             case SegmentArrived():
-                return self._on_segment(event)
+                return self._on_segment(event, now)
             case CommitArrived():
                 self.state = ReceiverState.CLOSING
-                self._commit = event
-                return self._close()
+                self._commit = self._commit or event
+                return self._close(now)
             case Renewed():
-                return []
+                return [SayAlive()]
         raise AssertionError(f"no receiver event: {event}")
 
     def _late(self, event: ReceiverEvent) -> list[Instruction]:
         if isinstance(event, Ended | Tick | SegmentWritten):
             return []
         self.num_late += 1
-        again = isinstance(event, CommitArrived) and event.attempt == self.grant.attempt
-        return [Acknowledge()] if again and self.state is ReceiverState.COMMITTED else []
+        if isinstance(event, Opened):
+            return [Refuse(f"the transfer has ended here: {self._reason or self.state.value}")]
+        if event.attempt != self.grant.attempt or not isinstance(event, CommitArrived | Renewed):
+            return []
+        if self.state is ReceiverState.FAILED:
+            return [TellAbort(self._reason)]
+        return [Acknowledge()] if isinstance(event, CommitArrived) else [SayAlive()]
 
     def _on_open(self, event: Opened, now: float) -> list[Instruction]:
-        if not hmac.compare_digest(event.key, self.grant.key):
-            self.num_late += 1  # a stranger's: it must not end what it does not own
-            return []
+        wrong = "attempt" if event.attempt != self.grant.attempt else ""
+        wrong = wrong or ("" if hmac.compare_digest(event.key, self.grant.key) else "key")
+        if wrong:
+            self.num_late += 1  # a stranger's, or an earlier attempt's: it must not end what it does not own
+            return [Refuse(f"the {wrong} is not that of the grant")]
         if (event.start, event.end) != (self.grant.start, self.grant.end):
             return self._fail(f"prefill would ship tokens {event.start} to {event.end}", tell=True)
         self.deadline = now + self.grant.lease_s
@@ -275,7 +303,7 @@ class Receiver:
             self.state = ReceiverState.RECEIVING
         return []
 
-    def _on_segment(self, event: SegmentArrived) -> list[Instruction]:
+    def _on_segment(self, event: SegmentArrived, now: float) -> list[Instruction]:
         end = event.start + event.num_tokens
         if event.num_tokens < 1 or event.start < self.grant.start or end > self.grant.end:
             return self._fail(f"a segment of tokens {event.start} to {end} lies outside the grant", tell=True)
@@ -283,26 +311,27 @@ class Receiver:
             self.num_late += 1
             return []
         if not event.intact:
-            return self._ask(event.start, event.num_tokens)
+            return self._ask(event.start, event.num_tokens, now)
         if any(event.start < at + self.segments[at][0] and at < end for at in self.segments):
             return self._fail(f"a segment of tokens {event.start} to {end} overlaps another", tell=True)
         self.segments[event.start] = (event.num_tokens, event.checksum)
         return [Write(event.start)]
 
-    def _on_written(self, event: SegmentWritten) -> list[Instruction]:
+    def _on_written(self, event: SegmentWritten, now: float) -> list[Instruction]:
         if not event.written:
             return self._fail("the request has ended", tell=True)
         self.written.add(event.start)
-        return self._close() if self.state is ReceiverState.CLOSING else []
+        return self._close(now) if self.state is ReceiverState.CLOSING else []
 
-    def _ask(self, start: int, num_tokens: int) -> list[Instruction]:
+    def _ask(self, start: int, num_tokens: int, now: float) -> list[Instruction]:
         self._asked[start] = self._asked.get(start, 0) + 1
+        self._asked_at[start] = now
         if self._asked[start] > MAX_RESENDS:
-            return self._fail(f"tokens {start} to {start + num_tokens} arrived damaged too often", tell=True)
+            return self._fail(f"tokens {start} to {start + num_tokens} were damaged or lost too often", tell=True)
         self.num_resends += 1
         return [AskAgain(start, num_tokens)]
 
-    def _close(self) -> list[Instruction]:
+    def _close(self, now: float) -> list[Instruction]:
         """After the commit: ask for what is missing, wait for what is being written, or complete."""
         assert self._commit is not None
         at = self.grant.start
@@ -310,7 +339,9 @@ class Receiver:
             at += self.segments[at][0]
         if at < self.grant.end:
             hole_end = min((start for start in self.segments if start > at), default=self.grant.end)
-            return [] if at in self._asked else self._ask(at, hole_end - at)
+            asked_at = self._asked_at.get(at)
+            waiting = asked_at is not None and now < asked_at + REPEAT_S
+            return [] if waiting else self._ask(at, hole_end - at, now)
         if len(self.written) < len(self.segments):
             return []
         if digest((s, n, c) for s, (n, c) in self.segments.items()) != self._commit.digest:
@@ -320,6 +351,7 @@ class Receiver:
 
     def _fail(self, reason: str, *, tell: bool) -> list[Instruction]:
         self.state = ReceiverState.FAILED
+        self._reason = reason
         return [*([TellAbort(reason)] if tell else []), Fail(reason)]
 
 
@@ -331,11 +363,16 @@ class Sender:
     end: int
     attempt: int
     deadline: float
+    silence_s: float = float("inf")
+    """A receiver not heard for this long is taken for dead, whatever the fabric says."""
+    heard_at: float = 0.0
     state: SenderState = SenderState.SHIPPING
     num_late: int = 0
     num_resent: int = 0
     segments: dict[int, tuple[int, int]] = field(default_factory=dict)
     _resent: dict[int, int] = field(default_factory=dict)
+    _commit: SendCommit | None = None
+    _said_at: float = 0.0
 
     @property
     def ended(self) -> bool:
@@ -349,7 +386,7 @@ class Sender:
             case Ended():
                 return self._fail(event.reason, tell=event.tell)
             case Tick():
-                return self._fail("no acknowledgement before the deadline", tell=True) if now >= self.deadline else []
+                return self._on_tick(now)
             case Shipped():
                 self.segments[event.start] = (event.num_tokens, event.checksum)
                 return []
@@ -357,9 +394,14 @@ class Sender:
                 shipped = sum(num_tokens for num_tokens, _ in self.segments.values())
                 assert shipped == self.end - self.start, "a commit comes after the last segment"
                 self.state = SenderState.COMMITTING
-                return [SendCommit(digest((s, n, c) for s, (n, c) in self.segments.items()), event.meta)]
+                self._said_at = now
+                self._commit = SendCommit(digest((s, n, c) for s, (n, c) in self.segments.items()), event.meta)
+                return [self._commit]
         if event.attempt != self.attempt:
             self.num_late += 1
+            return []
+        self.heard_at = now
+        if isinstance(event, Renewed):
             return []
         if isinstance(event, ResendAsked):
             return self._on_resend(event)
@@ -367,6 +409,16 @@ class Sender:
             return self._fail("an acknowledgement before the commit", tell=True)
         self.state = SenderState.ACKED
         return [Done()]
+
+    def _on_tick(self, now: float) -> list[Instruction]:
+        if now >= self.deadline:
+            return self._fail("no acknowledgement before the deadline", tell=True)
+        if now >= self.heard_at + self.silence_s:
+            return self._fail(f"decode was silent for {self.silence_s:g} s", tell=True)
+        if self._commit is None or now < self._said_at + REPEAT_S:
+            return []
+        self._said_at = now
+        return [self._commit]
 
     def _on_resend(self, event: ResendAsked) -> list[Instruction]:
         """Whole segments that overlap the range: the receiver's digest is over the same cuts as ours."""

@@ -11,17 +11,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from services.gateway.errors import ApiError, InvalidRequest, NotFound
 from services.gateway.gateway import Gateway
 from services.gateway.generation import ChatEndpoint, CompletionEndpoint
+from services.gateway.request_id import RequestIds
 
 MAX_LISTED = 100
 
 
-def create_public_app(gateway: Gateway) -> FastAPI:
+def create_public_app(gateway: Gateway) -> ASGIApp:
     app = _app()
-    created = 0
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -32,7 +33,13 @@ def create_public_app(gateway: Gateway) -> FastAPI:
     def model() -> dict[str, Any]:
         name = gateway.config.model_name
         limit = gateway.described_context_tokens()
-        return {"id": name, "object": "model", "created": created, "owned_by": "kvbaton", "max_model_len": limit}
+        return {
+            "id": name,
+            "object": "model",
+            "created": gateway.created,
+            "owned_by": "kvbaton",
+            "max_model_len": limit,
+        }
 
     async def models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": [model()]})
@@ -53,10 +60,10 @@ def create_public_app(gateway: Gateway) -> FastAPI:
     ]
     if gateway.config.public_metrics:
         app.router.routes.append(_metrics_route(gateway))
-    return app
+    return RequestIds(app)
 
 
-def create_admin_app(gateway: Gateway) -> FastAPI:
+def create_admin_app(gateway: Gateway) -> ASGIApp:
     app = _app()
 
     async def health(_: Request) -> Response:
@@ -81,7 +88,7 @@ def create_admin_app(gateway: Gateway) -> FastAPI:
         Route("/debug/cluster", cluster),
         _metrics_route(gateway),
     ]
-    return app
+    return RequestIds(app)
 
 
 def _app() -> FastAPI:

@@ -43,13 +43,13 @@ class AttemptSettings:
 
 
 class AttemptFailed(Exception):
-    """This attempt is over. `side` is the worker it is put down to; `worker_lost`: it did not say so itself."""
+    """This attempt is over. `worker` is the one it is put down to; `lost`: it did not say so itself."""
 
-    def __init__(self, side: Side, failure: Failure, *, worker_lost: bool = False) -> None:
+    def __init__(self, worker: WorkerView, failure: Failure, *, lost: bool) -> None:
         super().__init__(failure.message)
-        self.side = side
+        self.worker = worker
         self.failure = failure
-        self.worker_lost = worker_lost
+        self.lost = lost
 
 
 class Attempt:
@@ -81,7 +81,9 @@ class Attempt:
             return None
         handoff = self._mint(prefill, decode) if prefill else None
         request = GenerateRequest(
-            work=self._work(), handoff=handoff, local_prefill_max_tokens=self._settings.local_prefill_max_tokens
+            work=self._work(),
+            handoff=handoff,
+            local_prefill_max_tokens=self._settings.local_prefill_max_tokens,
         )
         called = _now()
         self._add("decode", decode, self._client.generate(decode.url, request))
@@ -96,11 +98,11 @@ class Attempt:
                 self.record.num_reserved_cached = first.reservation.num_cached_tokens
                 self._call_prefill(prefill, handoff, first.reservation)
             case Failure():
-                raise AttemptFailed("decode", first)
+                raise self.failed("decode", first)
             case StreamEnded():
-                raise worker_lost("decode", first.message)
+                raise self.lost("decode", first.message)
             case _:
-                raise worker_lost("decode", f"its answer began with {type(first).__name__}")
+                raise self.lost("decode", f"its answer began with {type(first).__name__}")
         return None
 
     async def arrivals(self) -> list[Arrival]:
@@ -117,9 +119,25 @@ class Attempt:
         while self._unassign:
             self._unassign.pop()()
 
-    def worker(self, side: Side) -> WorkerView:
-        worker = self.route.prefill if side == "prefill" else self.route.decode
-        assert worker is not None, "a side that is heard from has a worker"
+    def failed(self, side: Side, failure: Failure) -> AttemptFailed:
+        """A failure that a worker reported. What it says of a transfer is put down to the sender: a job goes
+        on from another one, or without."""
+        return AttemptFailed(self._worker("prefill" if failure.kind == "transfer" else side), failure, lost=False)
+
+    def lost(self, side: Side, reason: str) -> AttemptFailed:
+        return AttemptFailed(self._worker(side), Failure(message=reason, kind="unavailable"), lost=True)
+
+    @property
+    def path(self) -> str:
+        """pair, local or single."""
+        if self.route.decode is None:
+            return "single"
+        return "pair" if self.record.prefill else "local"
+
+    def _worker(self, side: Side) -> WorkerView:
+        prefill, decode = self.route.prefill, self.route.decode
+        worker = (prefill or decode) if side == "prefill" else (decode or prefill)
+        assert worker is not None, "a route has a worker"
         return worker
 
     def _computed_by_decode(self) -> None:
@@ -158,10 +176,6 @@ class Attempt:
             lease_s=self._settings.lease_s,
             key=key,
         )
-
-
-def worker_lost(side: Side, reason: str) -> AttemptFailed:
-    return AttemptFailed(side, Failure(message=reason, kind="unavailable"), worker_lost=True)
 
 
 def _now() -> float:

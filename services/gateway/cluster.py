@@ -51,13 +51,14 @@ class _Worker:
         self.problem = "not asked yet"
         """Empty while the worker is usable."""
         self.answered_at = 0.0
+        self.num_assigned_then = 0
         self.ask_now = asyncio.Event()
         self.watchers: dict[object, Callable[[str], None]] = {}
 
     def view(self) -> WorkerView | None:
         if self.problem or self.info is None:
             return None
-        return WorkerView(self.url, self.info, len(self.watchers))
+        return WorkerView(self.url, self.info, len(self.watchers), self.num_assigned_then)
 
 
 class StaticCluster(ClusterView):
@@ -127,6 +128,7 @@ class StaticCluster(ClusterView):
     def _answered(self, worker: _Worker, info: WorkerInfo) -> None:
         before, worker.info = worker.info, info
         worker.answered_at = asyncio.get_running_loop().time()
+        worker.num_assigned_then = len(worker.watchers)
         if before is not None and before.incarnation != info.incarnation:
             self._lose(worker, "the worker was restarted")
         self._set_problem(worker, "" if info.state == "ready" else f"{info.state}: {info.message}".rstrip(": "))

@@ -55,6 +55,9 @@ class GatewayConfig(BaseModel):
 
     poll_s: float = Field(1.0, gt=0, description="seconds between two looks at each worker")
     poll_timeout_s: float = Field(2.0, gt=0, description="seconds a worker gets to describe itself")
+    lost_after_s: float = Field(
+        5.0, gt=0, description="seconds of silence after which a worker's requests are given to another one"
+    )
     connect_timeout_s: float = Field(3.0, gt=0, description="seconds a worker gets to accept a connection")
     keepalive_s: float = Field(
         15.0, gt=0, description="seconds an idle connection to a worker is kept; must be below the worker's own limit"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 
 from prometheus_client import Metric
@@ -20,9 +21,6 @@ from services.gateway.timeline import Timelines
 from services.gateway.work_pool import WorkPool
 from services.gateway.worker_client import WorkerClient
 
-LOST_AFTER_S = 5.0
-"""A worker that has not described itself for so long has lost its requests."""
-
 
 class Gateway:
     """Create inside the running loop, then `start`."""
@@ -31,6 +29,7 @@ class Gateway:
         self.config = config
         self.text = text
         self.draining = False
+        self.created = int(time.time())
         self.num_running = 0
         """Requests between their arrival and their last byte."""
         self.pool = WorkPool(config.threads, config.max_pending_text_jobs)
@@ -44,7 +43,9 @@ class Gateway:
             info_timeout_s=config.poll_timeout_s,
             max_connections=config.max_connections,
         )
-        self.cluster = StaticCluster(config.workers, self._client, poll_s=config.poll_s, lost_after_s=LOST_AFTER_S)
+        self.cluster = StaticCluster(
+            config.workers, self._client, poll_s=config.poll_s, lost_after_s=config.lost_after_s
+        )
         self.handoffs = Handoffs(
             self._client,
             self.cluster,

@@ -29,8 +29,7 @@ from services.gateway.errors import (
 )
 from services.gateway.exchange import Exchange
 from services.gateway.gateway import Gateway
-from services.gateway.handoff import NewTokens
-from services.gateway.job import Job
+from services.gateway.job import Job, NewTokens
 from services.gateway.openai.answers import Answer, ChatAnswer, CompletionAnswer, ScoredToken, Usage
 from services.gateway.openai.prompts import Prompt, read_messages, read_prompt
 from services.gateway.openai.requests import (

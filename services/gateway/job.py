@@ -11,6 +11,8 @@ from services.gateway.router import Needs
 from services.gateway.timeline import Timeline
 from services.protocol import Sampling, TokenLogprob, Tokens
 
+NewTokens = list[tuple[int, TokenLogprob | None]]
+
 
 class OutOfOrder(Exception):
     """A worker skipped an output index: its stream cannot be used any further."""
@@ -43,8 +45,9 @@ class Job:
             one_token=left == 1,
         )
 
-    def take(self, frame: Tokens) -> list[tuple[int, TokenLogprob | None]]:
-        """The tokens of a frame that are new, in order: both workers send the first one. Raises OutOfOrder."""
+    def take(self, frame: Tokens) -> NewTokens:
+        """The tokens of a frame that are new, in order: both workers send the first one. Raises
+        OutOfOrder."""
         seen = len(self.output_token_ids) - frame.index
         if seen < 0:
             raise OutOfOrder(f"output token {frame.index} came when {len(self.output_token_ids)} was next")

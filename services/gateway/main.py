@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 from contextlib import ExitStack
+
+import uvloop
 
 from engine.errors import ConfigError
 from services import logs
@@ -25,7 +26,7 @@ def run(config: GatewayConfig) -> int:
     with ExitStack() as stack:
         try:
             public, admin = (stack.enter_context(bind(at)) for at in (config.listen, config.admin_listen))
-            return asyncio.run(_main(config, public, admin))
+            return uvloop.run(_main(config, public, admin))
         except OSError as error:
             logger.error("%s", error.strerror or error)
         except (ConfigError, TokenizerError, TemplateError) as error:

@@ -20,11 +20,13 @@ class WorkerView:
     info: WorkerInfo
     num_assigned: int = 0
     """Requests of this gateway that are on it now."""
+    num_assigned_then: int = 0
+    """The same when the worker described itself."""
 
     @property
     def load(self) -> int:
-        """What it said may be a second old; what we gave it since is known."""
-        return max(self.info.num_requests, self.num_assigned)
+        """What it said may be a second old: only the requests of others are taken from that."""
+        return max(0, self.info.num_requests - self.num_assigned_then) + self.num_assigned
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,10 @@ class TransferOverABadNetwork(RuleBasedStateMachine):
                     self.to_sender.append(transfer.Acked(1))
                 case transfer.TellAbort(reason):
                     self.to_sender.append(transfer.Ended(reason, tell=False))
+                case transfer.SayAlive():
+                    self.to_sender.append(transfer.Renewed(1))
+                case transfer.Refuse():
+                    assert isinstance(event, transfer.Opened)
                 case transfer.Deliver(meta):
                     self.owner.delivered.append(meta)
                 case transfer.Fail(reason):
@@ -93,9 +97,7 @@ class TransferOverABadNetwork(RuleBasedStateMachine):
         if self.unshipped and not self.sender.ended:
             start, num_tokens = self.unshipped.pop(0)
             self.at_sender(transfer.Shipped(start, num_tokens, self.checksum(start)))
-            self.to_receiver.append(
-                transfer.SegmentArrived(1, start, num_tokens, self.checksum(start), intact=True)
-            )
+            self.to_receiver.append(transfer.SegmentArrived(1, start, num_tokens, self.checksum(start), intact=True))
 
     @precondition(lambda self: not self.unshipped and self.sender.state is SenderState.SHIPPING)
     @rule()

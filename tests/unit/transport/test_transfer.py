@@ -18,12 +18,14 @@ from transport.transfer import (
     Opened,
     Receiver,
     ReceiverState,
+    Refuse,
     Renewed,
     ResendAsked,
+    SayAlive,
     SegmentArrived,
     SegmentWritten,
-    Sender,
     SendCommit,
+    Sender,
     SendSegment,
     Shipped,
     TellAbort,
@@ -96,7 +98,7 @@ def test_other_bytes_under_the_same_commit_are_refused() -> None:
 
 def test_a_lease_is_moved_on_by_whatever_is_heard_and_ends_in_silence() -> None:
     receiver = opened()
-    assert receiver.handle(Renewed(1), 4.0) == []
+    assert receiver.handle(Renewed(1), 4.0) == [SayAlive()]
     assert receiver.handle(Tick(), 8.9) == []
     assert [type(i) for i in receiver.handle(Tick(), 9.0)] == [TellAbort, Fail]
 
@@ -112,7 +114,7 @@ def test_a_segment_outside_the_grant_or_over_another_ends_the_transfer() -> None
 
 def test_nothing_counts_before_the_key_was_shown() -> None:
     receiver = Receiver(Grant(b"h" * 16, 1, KEY, 0, 8, lease_s=5.0), deadline=5.0)
-    assert receiver.handle(Opened(1, b"wrong" * 6, 0, 8), 0.0) == []
+    assert receiver.handle(Opened(1, b"wrong" * 6, 0, 8), 0.0) == [Refuse("the key is not that of the grant")]
     assert receiver.handle(segment(0), 0.0) == []
     assert receiver.state is ReceiverState.EXPECTED
     assert receiver.num_late == 2

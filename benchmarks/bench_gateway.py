@@ -118,7 +118,17 @@ async def measure(stand: Stand, args: argparse.Namespace) -> dict[str, Any]:
         "streaming": [await per_token(stand, count, -(-args.tokens // count)) for count in streams],
         "per_request": await per_request(stand, args.requests),
         "idle_cores": await idle(stand),
+        "python_loop_ns": python_loop_ns(),
     }
+
+
+def python_loop_ns() -> float:
+    """CPU time of one turn of an empty Python loop here and now, to compare runs by: a neighbour on the same core
+    makes every figure above grow alike."""
+    began = time.process_time()
+    for _ in range(3_000_000):
+        pass
+    return round((time.process_time() - began) / 3_000_000 * 1e9, 1)
 
 
 async def per_token(stand: Stand, num_streams: int, num_tokens: int) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class Stats(Message, frozen=True):
     num_preemptions: int = 0
     transfer_bytes: int = 0
     transfer_s: float = 0.0
-    """From the first gather to the acknowledgement."""
+    """At work on the bytes: gathering and sending, then from the commit to the acknowledgement."""
     transfer_wait_s: float = 0.0
     """From the first token to the acknowledgement: the part of the transfer that the next token waits for."""
     lane: str = ""

@@ -283,7 +283,8 @@ class Shipment:
         self._handoff_id = handoff_id
         self._read = read
         self._next = machine.start
-        self._started_at: float | None = None
+        self._active_s = 0.0
+        """Gathering and handing over segments so far; the waits for the next chunk are not in it."""
         self._num_bytes = 0
         self._outcome: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         """None: acknowledged. Text: failed, and why."""
@@ -295,8 +296,6 @@ class Shipment:
         Raises TransferError once the transfer has failed."""
         self._raise_if_failed()
         end = min(num_tokens, self.machine.end)
-        if self._started_at is None:
-            self._started_at = self._sender.clock()
         for start, count in self._sender.layout.segments(self._next, end, self._sender.max_segment_bytes):
             self._work.put_nowait(transfer.SendSegment(start, count))
         self._next = max(self._next, end)
@@ -306,14 +305,14 @@ class Shipment:
         assert self._next == self.machine.end, "every token is shipped before the commit"
         if len(meta) > messages.MAX_META_BYTES:
             raise TransferError(f"{len(meta)} bytes beside the KV, the limit is {messages.MAX_META_BYTES}")
+        active_s, asked_at = self._active_s, self._sender.clock()
         self._work.put_nowait(transfer.SendCommit(0, meta))
         reason = await asyncio.shield(self._outcome)
         if reason is not None:
             raise TransferError(reason)
-        started = self._started_at if self._started_at is not None else self._sender.clock()
         return TransferStats(
             num_bytes=self._num_bytes,
-            seconds=self._sender.clock() - started,
+            seconds=active_s + self._sender.clock() - asked_at,
             num_segments=len(self.machine.segments),
             num_resent=self.machine.num_resent,
             lane=self._peer.lane,
@@ -367,7 +366,9 @@ class Shipment:
             while True:
                 work = await self._work.get()
                 if isinstance(work, transfer.SendSegment):
+                    began = self._sender.clock()
                     await self._send_segment(work.start, work.num_tokens)
+                    self._active_s += self._sender.clock() - began
                 else:
                     self.handle(transfer.CommitAsked(work.meta))
         except TransportError as error:

@@ -54,6 +54,8 @@ class SenderState(enum.Enum):
 class TransferStats:
     num_bytes: int
     seconds: float
+    """At the sender: at work on segments, then from the commit to the acknowledgement; not the waits for chunks that
+    were still being computed. At the receiver: from the opening to the end."""
     num_segments: int
     num_resent: int
     lane: str

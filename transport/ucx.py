@@ -92,7 +92,7 @@ class UcxPlane(Plane):
         if tasks:
             await asyncio.wait(tasks, timeout=SETTLE_S)
         deadline = asyncio.get_running_loop().time() + SETTLE_S
-        while getattr(listener, "active_clients", 0) and asyncio.get_running_loop().time() < deadline:
+        while getattr(listener, "active_clients", 0) and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
         listener.close()
 

@@ -36,7 +36,9 @@ class GatewayConfig(BaseModel):
     )
     threads: int = Field(2, ge=1, le=64, description="threads for tokenising, templates and large bodies")
     max_pending_text_jobs: int = Field(256, ge=1, description="text jobs that may wait for a thread; more get 503")
-    render_timeout_s: float = Field(10.0, gt=0, description="longest wait for a chat template to render")
+    prepare_timeout_s: float = Field(
+        30.0, gt=0, description="longest a body may take to become token ids: parsing, template, tokenising"
+    )
 
     max_attempts: int = Field(3, ge=1, le=16, description="times one request may be tried, the first time included")
     max_queued_requests: int = Field(

@@ -13,6 +13,11 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.errors import ApiError, ClientGone, InvalidRequest, TooLarge
 
+STALLED = "took nothing for too long"
+MAX_DISCARDED_BYTES = 64 << 20
+"""Of a body over the limit this much is read and thrown away, so that the client gets to see the answer: to most
+of them a connection that is closed while they write is a broken one."""
+
 
 class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str, stall_timeout_s: float) -> None:
@@ -23,53 +28,77 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._stall_timeout_s = stall_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._writing_since: float | None = None
+        """When the event that is being written began to be, while the client does not take it."""
 
     def header(self, name: str) -> str | None:
         wanted = name.encode()
         return next((value.decode("latin-1") for key, value in self._scope["headers"] if key == wanted), None)
 
     async def body(self, max_bytes: int, timeout_s: float) -> bytes:
-        """Raises TooLarge at the first byte too many, before anything is parsed; ClientGone; InvalidRequest (408)
-        when it takes too long."""
-        length = self.header("content-length")
-        if length is not None and length.isdigit() and int(length) > max_bytes:
+        """Raises TooLarge before anything is parsed, ClientGone, or InvalidRequest (408) when it takes too long."""
+        length = self.header("content-length") or ""
+        declared = int(length) if length.isdigit() else 0
+        asks_first = (self.header("expect") or "").lower() == "100-continue"
+        if declared > MAX_DISCARDED_BYTES or (declared > max_bytes and asks_first):
             raise TooLarge(f"the request body has {length} bytes, the limit is {max_bytes}")
         if self.header("content-encoding") not in (None, "identity"):
             raise InvalidRequest("compressed request bodies are not accepted", status=415, code="unsupported_encoding")
-        body = bytearray()
         try:
             async with asyncio.timeout(timeout_s):
-                while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGone
-                    body += message.get("body", b"")
-                    if len(body) > max_bytes:
-                        raise TooLarge(f"the request body has more than {max_bytes} bytes")
-                    if not message.get("more_body", False):
-                        return bytes(body)
+                body = await self._read(max_bytes)
         except TimeoutError:
             raise InvalidRequest(f"the body did not arrive within {timeout_s:.0f} s", status=408) from None
+        if body is None:
+            raise TooLarge(f"the request body has more than {max_bytes} bytes")
+        return body
+
+    async def _read(self, max_bytes: int) -> bytes | None:
+        """None: longer than `max_bytes`."""
+        chunks: list[bytes] = []
+        num_bytes = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            chunk = message.get("body", b"")
+            num_bytes += len(chunk)
+            if num_bytes <= max_bytes:
+                chunks.append(chunk)
+            else:
+                chunks.clear()
+            if not message.get("more_body", False) or num_bytes > MAX_DISCARDED_BYTES:
+                return b"".join(chunks) if num_bytes <= max_bytes else None
 
     async def gone(self) -> None:
         """Returns when the client has closed its connection. After the body only."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
+    async def stalled(self) -> None:
+        """Returns when the client has not taken an event for too long. What it has not taken is the server's to
+        hold, and bounded."""
+        left_s = self._stall_timeout_s
+        while left_s > 0:
+            await asyncio.sleep(left_s)
+            waited_s = 0.0 if self._writing_since is None else self._loop.time() - self._writing_since
+            left_s = self._stall_timeout_s - waited_s
+
     async def answer(self, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         await self._start(status, "application/json", {"content-length": str(len(body))} | dict(headers or {}))
-        await self._write(body, more=False)
+        await self._write_last(body)
 
     async def start_events(self) -> None:
         await self._start(
             200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache", "x-accel-buffering": "no"}
         )
 
-    async def events(self, data: bytes) -> None:
-        await self._write(data, more=True)
-
-    async def end(self) -> None:
-        await self._write(b"", more=False)
+    async def events(self, data: bytes, *, last: bool = False) -> None:
+        """Waits while the client does not keep up: see `stalled`, which costs less than a timer an event."""
+        self._writing_since = self._loop.time()
+        await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+        self._writing_since = None
 
     async def fail(self, error: ApiError) -> None:
         """As the whole answer, or as the last event of one that has begun."""
@@ -79,7 +108,7 @@ class Exchange:
             closing = {"connection": "close"} if error.status in (408, 413) else {}
             await self.answer(body, error.status, error.headers() | closing)
             return
-        await self._write(b"data: " + body + b"\n\n", more=False)
+        await self._write_last(b"data: " + body + b"\n\n")
 
     async def _start(self, status: int, content_type: str, headers: Mapping[str, str]) -> None:
         self.started = True
@@ -87,10 +116,10 @@ class Exchange:
         encoded = [(name.encode(), value.encode("latin-1")) for name, value in named.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 
-    async def _write(self, data: bytes, *, more: bool) -> None:
-        """Raises ClientGone when the client takes nothing for too long: its buffer is the server's, and bounded."""
+    async def _write_last(self, data: bytes) -> None:
+        """Raises ClientGone when the client takes nothing for too long."""
         try:
             async with asyncio.timeout(self._stall_timeout_s):
-                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+                await self._send({"type": "http.response.body", "body": data, "more_body": False})
         except TimeoutError:
-            raise ClientGone(f"took nothing for {self._stall_timeout_s:.0f} s") from None
+            raise ClientGone(STALLED) from None

@@ -27,7 +27,7 @@ from services.gateway.errors import (
     NotFound,
     Unavailable,
 )
-from services.gateway.exchange import Exchange
+from services.gateway.exchange import STALLED, Exchange
 from services.gateway.gateway import Gateway
 from services.gateway.job import Job, NewTokens
 from services.gateway.openai.answers import Answer, ChatAnswer, CompletionAnswer, ScoredToken, Usage
@@ -77,6 +77,7 @@ class GenerationEndpoint(ABC):
         finally:
             gateway.num_running -= 1
             timeline.total_s = _now() - timeline.began
+            gateway.metrics.output_tokens.inc(timeline.num_output_tokens)
             gateway.timelines.end(timeline)
             gateway.metrics.requests.labels(self.name, timeline.outcome).inc()
             gateway.metrics.total.observe(timeline.total_s)
@@ -107,25 +108,29 @@ class GenerationEndpoint(ABC):
             raise Unavailable("this gateway is being stopped")
         body = await exchange.body(config.max_body_bytes, config.body_timeout_s)
         work = asyncio.create_task(self._serve(exchange, timeline, body))
-        gone = asyncio.create_task(exchange.gone())
+        gone, stalled = asyncio.create_task(exchange.gone()), asyncio.create_task(exchange.stalled())
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, gone, stalled}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                raise ClientGone
+                raise ClientGone if gone.done() else ClientGone(STALLED)
             await work
         finally:
-            for task in (work, gone):
+            for task in (work, gone, stalled):
                 task.cancel()
             # Not abandoned: the streams to the workers are closed in there.
-            await asyncio.wait({work, gone})
+            await asyncio.wait({work, gone, stalled})
 
     async def _serve(self, exchange: Exchange, timeline: Timeline, body: bytes) -> None:
         deadline = timeline.began + self._gateway.config.request_timeout_s
         try:
             async with asyncio.timeout_at(deadline):
-                request = await self._gateway.pool.run(deadline - _now(), self._parse, body)
-                self._check_model(request.model)
-                job, stream = await self._prepare(request, timeline, deadline)
+                request, prompt = await self._gateway.pool.run(
+                    min(deadline - _now(), self._gateway.config.prepare_timeout_s),
+                    self._read_body,
+                    body,
+                    self._gateway.context_tokens(),
+                )
+                job, stream = self._prepare(request, prompt, timeline, deadline)
                 await self._answer(exchange, request, job, stream)
         except TimeoutError:
             seconds = self._gateway.config.request_timeout_s
@@ -136,15 +141,14 @@ class GenerationEndpoint(ABC):
             message = f"The model {name!r} does not exist; this is {self._gateway.config.model_name!r}"
             raise NotFound(message, param="model", code="model_not_found")
 
-    async def _prepare(self, request: GenerationRequest, timeline: Timeline, deadline: float) -> tuple[Job, TextStream]:
-        gateway, text = self._gateway, self._gateway.text
-        stops = read_stops(request.stop)
+    def _read_body(self, body: bytes, context: int) -> tuple[GenerationRequest, list[int]]:
+        """On a pool thread: the checked request and its prompt. Cheap checks come before the tokenizer."""
+        request = self._parse(body)
+        self._check_model(request.model)
+        read_stops(request.stop)
         requested_tokens(request)
-        context = gateway.context_tokens()
         try:
-            prompt = await gateway.pool.run(
-                min(deadline - _now(), gateway.config.render_timeout_s), self._tokenize, request, context
-            )
+            prompt = self._tokenize(request, context)
         except TextTooLong as error:
             raise ContextTooLong(
                 f"This model's maximum context length is {context} tokens, but the prompt has at least "
@@ -155,14 +159,23 @@ class GenerationEndpoint(ABC):
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
         if not prompt:
             raise InvalidRequest(f"{self._prompt_param} has no tokens", param=self._prompt_param)
+        return request, prompt
+
+    def _prepare(
+        self, request: GenerationRequest, prompt: list[int], timeline: Timeline, deadline: float
+    ) -> tuple[Job, TextStream]:
+        gateway, text = self._gateway, self._gateway.text
         timeline.tokenize_s = _now() - timeline.began
         timeline.num_prompt_tokens = len(prompt)
-        max_tokens = fit_max_tokens(request, len(prompt), context)
+        max_tokens = fit_max_tokens(request, len(prompt), gateway.context_tokens())
         sampling = to_sampling(request, max_tokens, text.config.eos_token_ids, text.config.vocab_size)
         gateway.metrics.prompt_tokens.inc(len(prompt))
         job = Job(timeline.request_id, prompt, sampling, deadline, gateway.admission.ticket(), timeline)
         stream = TextStream(
-            text.tokenizer.detokenizer(prompt), stops, sampling.stop_token_ids, min_tokens=sampling.min_tokens
+            text.tokenizer.detokenizer(prompt),
+            read_stops(request.stop),
+            sampling.stop_token_ids,
+            min_tokens=sampling.min_tokens,
         )
         return job, stream
 
@@ -178,7 +191,7 @@ class GenerationEndpoint(ABC):
         writer = _EventWriter(exchange, answer) if request.stream else _WholeWriter(exchange, answer)
         async with aclosing(self._gateway.handoffs.run(job)) as batches:
             async for batch in batches:
-                text, scored = self._read(job, stream, writer.num_chars, batch)
+                text, scored = self._read(job, stream, batch)
                 await writer.text(text, scored)
                 if stream.stopped:
                     break
@@ -193,12 +206,12 @@ class GenerationEndpoint(ABC):
         usage = Usage(len(job.prompt_token_ids), stream.num_tokens, job.timeline.num_cached_tokens)
         await writer.end(reason, usage)
 
-    def _read(self, job: Job, stream: TextStream, num_chars: int, batch: NewTokens) -> tuple[str, list[ScoredToken]]:
+    def _read(self, job: Job, stream: TextStream, batch: NewTokens) -> tuple[str, list[ScoredToken]]:
         """Text and log probabilities of new tokens; notes when they came."""
         text, scored = "", []
         for token_id, logprob in batch:
             if logprob is not None:
-                scored.append(ScoredToken(token_id, logprob, num_chars + len(text)))
+                scored.append(ScoredToken(token_id, logprob, stream.num_chars))
             text += stream.push(token_id)
             if stream.stopped:
                 break
@@ -208,7 +221,6 @@ class GenerationEndpoint(ABC):
             metrics.ttft.observe(now)
         elif timeline.last_token_at is not None:
             metrics.itl.observe(now - timeline.last_token_at)
-        metrics.output_tokens.inc(stream.num_tokens - timeline.num_output_tokens)
         timeline.last_token_at, timeline.num_output_tokens = now, stream.num_tokens
         return text, scored
 
@@ -249,38 +261,36 @@ class _EventWriter:
     """The status line waits for the first token: what fails before it is an HTTP error."""
 
     def __init__(self, exchange: Exchange, answer: Answer) -> None:
-        self.num_chars = 0
         self._exchange = exchange
         self._answer = answer
 
     async def text(self, text: str, scored: list[ScoredToken]) -> None:
-        await self._start()
+        events = await self._started()
         if text or scored:
-            self.num_chars += len(text)
-            await self._exchange.events(self._answer.text_event(text, scored))
+            events += self._answer.text_event(text, scored)
+        if events:
+            await self._exchange.events(events)
 
     async def end(self, reason: str, usage: Usage) -> None:
-        await self._start()
-        await self._exchange.events(self._answer.last_events(reason, usage))
-        await self._exchange.end()
+        events = await self._started()
+        await self._exchange.events(events + self._answer.last_events(reason, usage), last=True)
 
-    async def _start(self) -> None:
-        if not self._exchange.started:
-            await self._exchange.start_events()
-            if first := self._answer.first_event():
-                await self._exchange.events(first)
+    async def _started(self) -> bytes:
+        """What is to be sent before anything else."""
+        if self._exchange.started:
+            return b""
+        await self._exchange.start_events()
+        return self._answer.first_event()
 
 
 class _WholeWriter:
     def __init__(self, exchange: Exchange, answer: Answer) -> None:
-        self.num_chars = 0
         self._exchange = exchange
         self._answer = answer
         self._text: list[str] = []
         self._scored: list[ScoredToken] = []
 
     async def text(self, text: str, scored: list[ScoredToken]) -> None:
-        self.num_chars += len(text)
         self._text.append(text)
         self._scored += scored
 

@@ -18,7 +18,7 @@ class TextStream:
     tokens. Stop strings are looked for in the text of tokens after the first `min_tokens`.
     """
 
-    __slots__ = ("_detokenizer", "_min_tokens", "_stop_token_ids", "_stops", "num_tokens", "stopped")
+    __slots__ = ("_detokenizer", "_min_tokens", "_stop_token_ids", "_stops", "num_chars", "num_tokens", "stopped")
 
     def __init__(
         self,
@@ -32,6 +32,8 @@ class TextStream:
         self._stop_token_ids = frozenset(stop_token_ids)
         self._min_tokens = min_tokens
         self.num_tokens = 0
+        self.num_chars = 0
+        """Characters so far, those that are held back included."""
         self.stopped = False
         """A stop string was met: the answer is complete whatever else the worker would make."""
 
@@ -41,6 +43,7 @@ class TextStream:
         if token_id in self._stop_token_ids:
             return ""
         text = self._detokenizer.push(token_id)
+        self.num_chars += len(text)
         if self.num_tokens <= self._min_tokens or not text:
             return text
         text, self.stopped = self._stops.push(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -72,7 +73,7 @@ def test_a_decode_gets_a_token_in_every_step_while_long_prompts_are_chunked() ->
         driver.add(name, 200, 2)
     driver.run()
     steps = driver.token_steps["a"]
-    assert {later - earlier for earlier, later in zip(steps, steps[1:], strict=False)} == {1}
+    assert {later - earlier for earlier, later in itertools.pairwise(steps)} == {1}
     assert max(driver.runner.num_tokens) <= 16
 
 

@@ -52,13 +52,8 @@ class ServeConsole:
     def log(self, name: str, line: str) -> None:
         self.say(f"[dim]{escape(name)}[/dim] {escape(line)}")
 
-    def crashed(self, name: str, status: int, last_lines: list[str], *, logged: bool) -> None:
-        """`logged`: the lines have been shown already, as they came."""
+    def crashed(self, name: str, status: int, last_lines: list[str]) -> None:
         how = f"killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        self.say(
-            f"[red]crash[/red] {escape(name)} {how}; its last lines:"
-            if last_lines
-            else f"[red]crash[/red] {name} {how}"
-        )
+        self.say(f"[red]crash[/red] {escape(name)} {how}{'; its last lines:' if last_lines else ''}")
         for line in last_lines:
             self.say(f"      {escape(line)}")

@@ -105,7 +105,7 @@ class Supervisor:
         status = await child.wait()
         if self._stopping:
             return
-        self._console.crashed(process.name, status, list(child.last_lines), logged=True)
+        self._console.crashed(process.name, status, list(child.last_lines))
         if not self._started:
             raise StartFailed(f"{process.name} ended before it was ready")
         if self._restarts >= self._config.restarts:

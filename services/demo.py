@@ -23,7 +23,7 @@ QUESTION = (
     "You are answering a curious beginner. Explain in two or three short sentences how a lighthouse keeps ships "
     "away from rocks, and why its light turns."
 )
-BAR_CELLS = 20
+BAR_CELLS = 14
 
 
 def main() -> int:
@@ -116,8 +116,10 @@ def timeline(record: dict[str, Any]) -> Table:
         ("total", record["total_s"], ""),
     ]
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title, justify in (("", "left"), ("ms", "right"), ("", "left"), ("", "left")):
-        table.add_column(title, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("", min_width=18, no_wrap=True)
+    table.add_column("ms", min_width=7, no_wrap=True, justify="right")
+    table.add_column("", min_width=BAR_CELLS, no_wrap=True)
+    table.add_column("", overflow="fold")
     longest = max(row[1] for row in rows) or 1.0
     for name, value, detail in rows:
         table.add_row(name, f"{value * 1e3:.1f}", "━" * round(BAR_CELLS * value / longest), str(detail))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import threading
@@ -58,8 +59,10 @@ def stream(cluster: Cluster, i: int, on_event: Callable[[], None]) -> tuple[str,
     return text, usage
 
 
-def send(cluster: Cluster, pool: ThreadPoolExecutor, on_event: Callable[[], None] = lambda: None) -> list[Future[Any]]:
-    return [pool.submit(stream, cluster, i, on_event) for i in range(NUM_REQUESTS)]
+def send(
+    cluster: Cluster, pool: ThreadPoolExecutor, on_event: Callable[[int], None] = lambda _: None
+) -> list[Future[Any]]:
+    return [pool.submit(stream, cluster, i, functools.partial(on_event, i)) for i in range(NUM_REQUESTS)]
 
 
 def texts(futures: list[Future[Any]]) -> list[str]:
@@ -69,17 +72,17 @@ def texts(futures: list[Future[Any]]) -> list[str]:
 
 
 class Events:
-    """Lets a test wait until so many events of all streams together have come."""
+    """Lets a test wait until so many events of every stream have come: each of them is running then."""
 
     def __init__(self, wanted: int) -> None:
-        self._left = wanted
+        self._left = dict.fromkeys(range(NUM_REQUESTS), wanted)
         self._lock = threading.Lock()
         self._enough = threading.Event()
 
-    def __call__(self) -> None:
+    def __call__(self, stream_number: int) -> None:
         with self._lock:
-            self._left -= 1
-            if self._left == 0:
+            self._left[stream_number] -= 1
+            if max(self._left.values()) <= 0:
                 self._enough.set()
 
     def wait(self) -> None:
@@ -111,7 +114,7 @@ def test_streams_of_a_killed_decode_worker_go_on_elsewhere_without_a_seam(
     roles = ["prefill", "decode", "decode"]
     with running(model, roles, worker_flags=flags, gateway_flags=ALWAYS_HAND_OFF) as cluster:
         undisturbed = texts(send(cluster, pool))
-        events = Events(NUM_REQUESTS * 10)
+        events = Events(5)
         futures = send(cluster, pool, events)
         events.wait()
         cluster.of_role("decode")[0].send(signal.SIGKILL)
@@ -146,7 +149,7 @@ def test_sigterm_lets_running_requests_end_and_exits_with_zero(
     flags = {"prefill": FLAGS, "decode": FLAGS}
     with running(model, ["prefill", "decode"], worker_flags=flags, gateway_flags=ALWAYS_HAND_OFF) as cluster:
         undisturbed = texts(send(cluster, pool))
-        events = Events(NUM_REQUESTS * 4)
+        events = Events(2)
         futures = send(cluster, pool, events)
         events.wait()
         victim = cluster.gateway if role == "gateway" else cluster.of_role(role)[0]

@@ -66,6 +66,10 @@ class FaultyPlane(Plane):
         self._faults = parse_faults(faults)
         self._seen: Counter[str] = Counter()
 
+    def stop(self) -> None:
+        """From here on every message passes."""
+        self._faults = ()
+
     def fault(self, kind: str) -> Fault | None:
         """What is to befall the next message of this kind."""
         self._seen[kind] += 1

@@ -88,6 +88,7 @@ class KvSender:
         machine = transfer.Sender(
             start, end, attempt, deadline=now + deadline_s, silence_s=self.silence_s, heard_at=self.clock()
         )
+        peer.expect_answers()
         shipment = Shipment(self, peer, handoff_id, machine, read)
         peer.shipments[handoff_id, attempt] = shipment
         self.shipments.add(shipment)
@@ -173,7 +174,7 @@ class KvSender:
             for shipment in list(self.shipments):
                 shipment.tick()
             for task in list(self._peers.values()):
-                if (peer := _connected(task)) is not None and peer.shipments:
+                if (peer := _connected(task)) is not None:
                     peer.check_heard()
 
 
@@ -214,9 +215,16 @@ class _Peer:
     def say(self, message: Control) -> asyncio.Task[None]:
         return self._start(self._run(_send(self._connection, message)))
 
+    def expect_answers(self) -> None:
+        """The peer has had nothing to answer for as long as the connection was idle."""
+        if not self.shipments and not self._sends:
+            self._heard_at = self._sender.clock()
+
     def check_heard(self) -> None:
-        """The fabric notices a peer that has died at once, but one that hangs late or never."""
-        if self._sender.clock() >= self._heard_at + self._sender.silence_s + TICK_S:
+        """The fabric notices a peer that has died at once, but one that hangs late or never. Sends that outlive
+        their shipment count too: their buffers come back only when the connection ends."""
+        waiting = bool(self.shipments or self._sends) and self._lost is None
+        if waiting and self._sender.clock() >= self._heard_at + self._sender.silence_s + TICK_S:
             self.lose("the peer is silent")
 
     async def close(self) -> None:

@@ -14,6 +14,7 @@ GREEDY_EPSILON = 1e-5
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MIN_SEED = -(2**63)
+MAX_CHOICE = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class SamplingParams:
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _in_range("seed", self.seed, MIN_SEED, MAX_SEED)
+        _in_range("choice", self.choice, 0, MAX_CHOICE)
         for token_id, bias in self.logit_bias.items():
             _in_range("logit_bias", token_id, 0, vocab_size - 1)
             _in_range("logit_bias", bias, -100.0, 100.0)

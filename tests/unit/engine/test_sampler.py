@@ -141,6 +141,36 @@ def test_extremes_give_a_token_and_no_nan_in_any_precision(dtype: torch.dtype) -
     assert tokens[3] == int(raws[3].float().argmax())
 
 
+def test_broken_logits_give_a_token_and_finite_log_probabilities() -> None:
+    broken = torch.stack([torch.full((VOCAB,), math.nan), torch.full((VOCAB,), -math.inf), logits(1)])
+    broken[2, 5], broken[2, 6] = math.nan, math.inf
+    for fields in ({"temperature": 1.0, "top_p": 0.9}, {"temperature": 1e-4, "top_k": 3}, {"temperature": 2.0}):
+        tokens = sample(broken, [row(logprobs=4, **fields)] * 3)
+        assert all(0 <= token.token_id < VOCAB for token in tokens)
+        assert tokens[2].token_id == 6
+        for token in tokens:
+            assert token.logprobs is not None
+            assert all(map(math.isfinite, [token.logprobs.logprob, *(value for _, value in token.logprobs.top)]))
+
+
+@pytest.mark.parametrize("fields", [{"top_k": 7}, {"top_p": 0.3}, {"top_p": 0.999}, {"top_k": 40, "top_p": 0.6}])
+@pytest.mark.parametrize("scale", [0.0, 0.5, 4.0])
+def test_truncation_of_a_large_vocabulary_keeps_what_a_whole_sort_keeps(fields: dict[str, Any], scale: float) -> None:
+    """Rounded logits: most tokens are tied, and of those at the edge the lowest ids stay."""
+    vocab_size = 5000
+    raw = torch.from_numpy(np.random.default_rng(3).normal(0, scale, vocab_size).astype(np.float32)).round()
+    probs = raw.softmax(-1).double()
+    order = sorted(range(vocab_size), key=lambda token: (-float(probs[token]), token))[
+        : fields.get("top_k", vocab_size)
+    ]
+    reached = probs[order].cumsum(0) - probs[order] < fields.get("top_p", 1.0) * probs[order].sum()
+    allowed = {token for token, kept in zip(order, reached.tolist(), strict=True) if kept}
+    drawn = {sample(raw[None], [row(index, temperature=1.0, **fields)])[0].token_id for index in range(400)}
+    assert drawn <= allowed
+    if len(allowed) < 10:
+        assert drawn == allowed
+
+
 def test_everything_forbidden_still_gives_a_token() -> None:
     inputs = row(temperature=1.0, stop_token_ids=tuple(range(VOCAB)), min_tokens=5)
     assert 0 <= sample(logits(0)[None], [inputs])[0].token_id < VOCAB

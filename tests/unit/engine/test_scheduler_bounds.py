@@ -144,6 +144,15 @@ def test_a_bad_request_is_refused_by_the_name_of_its_field(
     assert (refused.reason, refused.param) == ("invalid", param)
 
 
+def test_what_the_random_draw_cannot_take_is_refused_at_the_door() -> None:
+    driver = Driver()
+    for fields in ({"choice": -1}, {"choice": 2**64}, {"seed": 2**63}, {"seed": -(2**63) - 1}):
+        request = EngineRequest("x", (1,), SamplingParams(max_tokens=3, **fields))
+        [refused] = driver.engine.handle(AddRequest(request), 0.0)
+        assert isinstance(refused, Refused)
+        assert (refused.reason, refused.param) == ("invalid", next(iter(fields)))
+
+
 def test_a_reservation_that_finds_no_room_takes_nothing() -> None:
     driver = Driver(num_blocks=6)
     [first] = driver.engine.handle(Reserve(driver.request("a", 16, 2)), 0.0)

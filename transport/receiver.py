@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -126,9 +126,9 @@ class KvReceiver:
             self._handle(incoming, transfer.Ended("decode gave the request up", tell=True))
 
     async def close(self) -> None:
+        """Tells the senders. Bounded; a write that the owner has not answered by then is left to it."""
         for handoff_id in list(self._open):
             self.cancel(handoff_id)
-        """Tells the senders. Bounded; a write that the owner has not answered by then is left to it."""
         if self._ticker is not None:
             self._ticker.cancel()
         if self._tasks:
@@ -143,16 +143,12 @@ class KvReceiver:
         self._closed = True
 
     def snapshot(self) -> dict[str, object]:
-        states: dict[str, int] = {}
-        for incoming in self._open.values():
-            name = incoming.machine.state.value
-            states[name] = states.get(name, 0) + 1
+        states = Counter(incoming.machine.state.value for incoming in self._open.values())
         return self._counts | {
             "open": len(self._open),
-            "states": states,
+            "states": dict(states),
             "connections": len(self._peers),
-            "staging_bytes": self._staging.num_lent * self._staging.buffer_bytes,
-            "quarantined_bytes": self._staging.num_quarantined * self._staging.buffer_bytes,
+            **self._staging.snapshot(),
         }
 
     async def _tick(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -112,16 +113,12 @@ class KvSender:
             await asyncio.wait(tasks, timeout=CLOSE_S)
 
     def snapshot(self) -> dict[str, object]:
-        states: dict[str, int] = {}
-        for shipment in self.shipments:
-            name = shipment.machine.state.value
-            states[name] = states.get(name, 0) + 1
+        states = Counter(shipment.machine.state.value for shipment in self.shipments)
         return self.counts | {
             "open": len(self.shipments),
-            "states": states,
+            "states": dict(states),
             "connections": len(self._peers),
-            "staging_bytes": self.staging.num_lent * self.staging.buffer_bytes,
-            "quarantined_bytes": self.staging.num_quarantined * self.staging.buffer_bytes,
+            **self.staging.snapshot(),
         }
 
     async def _peer(self, address: str, incarnation: str) -> _Peer:

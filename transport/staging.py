@@ -71,3 +71,9 @@ class StagingPool:
     def _make(self) -> Buffer:
         self._left -= 1
         return np.full(self.buffer_bytes, 0, dtype=np.uint8)  # written, so that first use does not fault pages in
+
+    def snapshot(self) -> dict[str, int]:
+        return {
+            "staging_bytes": self.num_lent * self.buffer_bytes,
+            "quarantined_bytes": self.num_quarantined * self.buffer_bytes,
+        }

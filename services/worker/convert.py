@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 from engine import messages
-from engine.sampling_params import SamplingParams
 from services import protocol
+from services.sampling import engine_params
 from services.worker.engine_client import DeadlinePassed
 
 
 def engine_request(work: protocol.Work, *, prefill_only: bool = False) -> messages.EngineRequest:
-    sampling = work.sampling
-    params = SamplingParams(
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=dict(sampling.logit_bias),
-        seed=sampling.seed,
-        choice=sampling.choice,
-        stop_token_ids=tuple(sampling.stop_token_ids),
-        logprobs=sampling.logprobs,
-    )
     return messages.EngineRequest(
         request_id=work.request_id,
         prompt_token_ids=tuple(work.prompt_token_ids),
-        sampling=params,
+        sampling=engine_params(work.sampling),
         output_token_ids=tuple(work.output_token_ids),
         cache_domain=work.cache_domain,
         prefill_only=prefill_only,

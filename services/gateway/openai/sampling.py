@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine import errors as engine_errors
-from engine.sampling_params import SamplingParams
 from services.gateway.errors import ContextTooLong, InvalidRequest
 from services.gateway.openai.requests import ChatRequest, CompletionRequest, GenerationRequest
 from services.protocol import Sampling
+from services.sampling import engine_params
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000
@@ -122,22 +122,7 @@ def _read_logit_bias(logit_bias: Any) -> dict[int, float]:
 
 
 def _check_ranges(sampling: Sampling, vocab_size: int) -> None:
-    params = SamplingParams(
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=sampling.logit_bias,
-        seed=sampling.seed,
-        stop_token_ids=tuple(sampling.stop_token_ids),
-        logprobs=sampling.logprobs,
-    )
     try:
-        params.validate(vocab_size)
+        engine_params(sampling).validate(vocab_size)
     except engine_errors.InvalidRequest as error:
         raise InvalidRequest(str(error), param=error.param) from None

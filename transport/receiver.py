@@ -18,10 +18,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-
 from transport import messages, transfer
+from transport import transfer_events as events
 from transport.checksum import checksum
+from transport.control import recv_control, send_control
 from transport.errors import ConnectionLost, TransportError, WireError
 from transport.layout import KvLayout
 from transport.messages import Abort, Ack, Alive, Commit, Control, Hello, HelloReply, Open, Renew, Resend, Segment
@@ -77,7 +77,7 @@ class _Peer:
     async def send(self, message: Control) -> None:
         async with self.lock:
             with contextlib.suppress(ConnectionLost):
-                await self.connection.send(np.frombuffer(messages.encode(message), dtype=np.uint8), Channel.CONTROL)
+                await send_control(self.connection, message)
 
 
 class KvReceiver:
@@ -123,7 +123,7 @@ class KvReceiver:
         if incoming is not None:
             incoming.sink = None
             self._counts["cancelled"] += 1
-            self._handle(incoming, transfer.Ended("decode gave the request up", tell=True))
+            self._handle(incoming, events.Ended("decode gave the request up", tell=True))
 
     async def close(self) -> None:
         """Tells the senders. Bounded; a write that the owner has not answered by then is left to it."""
@@ -155,7 +155,7 @@ class KvReceiver:
         while True:
             await asyncio.sleep(TICK_S)
             for incoming in list(self._open.values()):
-                self._handle(incoming, transfer.Tick())
+                self._handle(incoming, events.Tick())
 
     # One peer
 
@@ -172,7 +172,7 @@ class KvReceiver:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 accepted = await self._greet(peer)
             while accepted:
-                await self._dispatch(peer, await _recv(connection))
+                await self._dispatch(peer, await recv_control(connection))
         except (TransportError, TimeoutError) as error:
             logger.info("a fabric connection ended: %s", error or type(error).__name__)
         finally:
@@ -181,7 +181,7 @@ class KvReceiver:
             for handoff_id in peer.handoffs:
                 incoming = self._open.get(handoff_id)
                 if incoming is not None and incoming.peer is peer:
-                    self._handle(incoming, transfer.Ended("the connection to prefill was lost", tell=False))
+                    self._handle(incoming, events.Ended("the connection to prefill was lost", tell=False))
             payloads.cancel()
             await asyncio.wait({payloads})  # it is bounded by what `settled` is
             self._serving.discard(serving)
@@ -216,10 +216,10 @@ class KvReceiver:
     def _on_commit(self, peer: _Peer, message: Commit) -> None:
         incoming = self._find(message.handoff_id)
         if incoming is not None and incoming.peer is peer:
-            self._handle(incoming, transfer.CommitArrived(message.attempt, message.digest, message.meta))
+            self._handle(incoming, events.CommitArrived(message.attempt, message.digest, message.meta))
 
     async def _greet(self, peer: _Peer) -> bool:
-        hello = await _recv(peer.connection)
+        hello = await recv_control(peer.connection)
         if not isinstance(hello, Hello):
             raise WireError(f"a {type(hello).__name__} before the hello")
         peer.lane = await self._plane.lane(peer.connection)
@@ -249,18 +249,18 @@ class KvReceiver:
             case Commit():
                 await peer.announced.put(message)
             case Renew() if incoming.peer is peer:
-                self._handle(incoming, transfer.Renewed(message.attempt))
+                self._handle(incoming, events.Renewed(message.attempt))
             case Abort() if incoming.peer is peer and message.attempt == incoming.machine.grant.attempt:
-                self._handle(incoming, transfer.Ended(f"prefill: {message.reason}", tell=False))
+                self._handle(incoming, events.Ended(f"prefill: {message.reason}", tell=False))
 
     def _on_open(self, peer: _Peer, incoming: _Incoming, message: Open) -> None:
         if incoming.peer not in (None, peer):
             self._refuse(peer, message, "another connection has opened this transfer")
             return
         former, incoming.peer = incoming.peer, peer
-        opened = transfer.Opened(message.attempt, message.key, message.start, message.end)
+        opened = events.Opened(message.attempt, message.key, message.start, message.end)
         for instruction in self._handle(incoming, opened):
-            assert isinstance(instruction, transfer.Refuse)
+            assert isinstance(instruction, events.Refuse)
             incoming.peer = former
             self._refuse(peer, message, instruction.reason)
         if incoming.peer is peer and former is None:
@@ -298,7 +298,7 @@ class KvReceiver:
             logger.error("tokens from %d on arrived damaged from %s", segment.start, peer.connection.peer)
         incoming.num_bytes += segment.num_bytes
         incoming.staged[segment.start] = (segment, buffer)
-        arrived = transfer.SegmentArrived(segment.attempt, segment.start, segment.num_tokens, segment.checksum, intact)
+        arrived = events.SegmentArrived(segment.attempt, segment.start, segment.num_tokens, segment.checksum, intact)
         self._handle(incoming, arrived)
         if incoming.staged.pop(segment.start, None) is not None:  # no Write took it
             self._staging.give_back(buffer)
@@ -308,32 +308,32 @@ class KvReceiver:
     def _find(self, handoff_id: bytes) -> _Incoming | None:
         return self._open.get(handoff_id) or self._ended.get(handoff_id)
 
-    def _handle(self, incoming: _Incoming, event: transfer.ReceiverEvent) -> list[transfer.Instruction]:
+    def _handle(self, incoming: _Incoming, event: events.ReceiverEvent) -> list[events.Instruction]:
         """Does what the machine says; returns what only the caller can do."""
-        left: list[transfer.Instruction] = []
+        left: list[events.Instruction] = []
         was_ended = incoming.machine.ended
         grant = incoming.machine.grant
         for instruction in incoming.machine.handle(event, self._clock()):
             match instruction:
-                case transfer.Write():
+                case events.Write():
                     self._spawn(self._write(incoming, *incoming.staged.pop(instruction.start)))
-                case transfer.AskAgain():
+                case events.AskAgain():
                     self._say(
                         incoming.peer,
                         Resend(grant.handoff_id, grant.attempt, instruction.start, instruction.num_tokens),
                     )
-                case transfer.Acknowledge():
+                case events.Acknowledge():
                     self._say(incoming.peer, Ack(grant.handoff_id, grant.attempt))
-                case transfer.SayAlive():
+                case events.SayAlive():
                     self._say(incoming.peer, Alive(grant.handoff_id, grant.attempt))
-                case transfer.TellAbort():
+                case events.TellAbort():
                     reason = instruction.reason[: messages.MAX_REASON_CHARS]
                     self._say(incoming.peer, Abort(grant.handoff_id, grant.attempt, reason))
-                case transfer.Deliver():
+                case events.Deliver():
                     self._counts["committed"] += 1
                     if incoming.sink is not None:
                         incoming.sink.committed(instruction.meta, self._stats(incoming))
-                case transfer.Fail():
+                case events.Fail():
                     self._counts["failed"] += incoming.sink is not None
                     if incoming.sink is not None:
                         incoming.sink.failed(instruction.reason)
@@ -361,7 +361,7 @@ class KvReceiver:
             logger.exception("a segment could not be written")
         finally:
             self._staging.give_back(buffer)
-        self._handle(incoming, transfer.SegmentWritten(segment.start, written))
+        self._handle(incoming, events.SegmentWritten(segment.start, written))
 
     def _stats(self, incoming: _Incoming) -> TransferStats:
         return TransferStats(
@@ -380,9 +380,3 @@ class KvReceiver:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-async def _recv(connection: Connection) -> Control:
-    buffer = np.zeros(messages.CONTROL_BYTES, dtype=np.uint8)
-    await connection.recv(buffer, Channel.CONTROL)
-    return messages.decode(buffer.data)

@@ -44,7 +44,8 @@ from services.protocol import (
 from services.worker.convert import ended, engine_request, tokens_frame, wire_logprobs, wire_stats
 from services.worker.engine_client import DeadlinePassed, EngineClient
 from transport.errors import TransportError
-from transport.sender import KvSender, Shipment
+from transport.sender import KvSender
+from transport.shipment import Shipment
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from transport import transfer
+from transport import transfer_events as events
 from transport.transfer import MAX_RESENDS, Grant, Receiver, ReceiverState, Sender, SenderState
 
 KEY = b"k" * 32
@@ -40,7 +40,7 @@ class TransferEnds(RuleBasedStateMachine):
         self.sender = Sender(
             self.start, self.end, ATTEMPT, self.now + DEADLINE_S, silence_s=SILENCE_S, heard_at=self.now
         )
-        self.to_receiver: list[Any] = [transfer.Opened(ATTEMPT, KEY, self.start, self.end)]
+        self.to_receiver: list[Any] = [events.Opened(ATTEMPT, KEY, self.start, self.end)]
         self.to_sender: list[Any] = []
         self.writing: set[int] = set()
         self.blocks: dict[int, int] = {}
@@ -55,52 +55,52 @@ class TransferEnds(RuleBasedStateMachine):
 
     # What the shells do
 
-    def receive(self, event: transfer.ReceiverEvent) -> None:
+    def receive(self, event: events.ReceiverEvent) -> None:
         was_ended, before = self.receiver.ended, self.receiver.state
         for instruction in self.receiver.handle(event, self.now):
             match instruction:
-                case transfer.Write():
+                case events.Write():
                     assert not was_ended, "nothing is written once the handoff has ended"
                     assert instruction.start not in self.writing, "a range is written once at a time"
                     self.writing.add(instruction.start)
-                case transfer.AskAgain():
+                case events.AskAgain():
                     assert not was_ended
                     self.asked[instruction.start] = self.asked.get(instruction.start, 0) + 1
                     assert self.asked[instruction.start] <= MAX_RESENDS
-                    self.say(transfer.ResendAsked(ATTEMPT, instruction.start, instruction.num_tokens))
-                case transfer.Acknowledge():
+                    self.say(events.ResendAsked(ATTEMPT, instruction.start, instruction.num_tokens))
+                case events.Acknowledge():
                     assert self.receiver.state is ReceiverState.COMMITTED
-                    self.say(transfer.Acked(ATTEMPT))
-                case transfer.SayAlive():
-                    self.say(transfer.Renewed(ATTEMPT))
-                case transfer.TellAbort():
-                    self.say(transfer.Ended(instruction.reason, tell=False))
-                case transfer.Refuse():
-                    assert isinstance(event, transfer.Opened)
-                case transfer.Deliver():
+                    self.say(events.Acked(ATTEMPT))
+                case events.SayAlive():
+                    self.say(events.Renewed(ATTEMPT))
+                case events.TellAbort():
+                    self.say(events.Ended(instruction.reason, tell=False))
+                case events.Refuse():
+                    assert isinstance(event, events.Opened)
+                case events.Deliver():
                     self.outcomes.append("committed")
                     self.check_complete(instruction.meta)
-                case transfer.Fail():
+                case events.Fail():
                     self.outcomes.append("failed")
                 case _:
                     raise AssertionError(instruction)
         if was_ended:
             assert self.receiver.state is before, "the first terminal state wins"
 
-    def send(self, event: transfer.SenderEvent) -> None:
+    def send(self, event: events.SenderEvent) -> None:
         was_ended, before = self.sender.ended, self.sender.state
         for instruction in self.sender.handle(event, self.now):
             assert not was_ended
             match instruction:
-                case transfer.SendSegment():
+                case events.SendSegment():
                     self.put_segment(instruction.start, instruction.num_tokens)
-                case transfer.SendCommit():
-                    self.hand_over(transfer.CommitArrived(ATTEMPT, instruction.digest, instruction.meta))
-                case transfer.TellAbort():
-                    self.hand_over(transfer.Ended(instruction.reason, tell=False))
-                case transfer.Fail():
+                case events.SendCommit():
+                    self.hand_over(events.CommitArrived(ATTEMPT, instruction.digest, instruction.meta))
+                case events.TellAbort():
+                    self.hand_over(events.Ended(instruction.reason, tell=False))
+                case events.Fail():
                     self.sender_outcomes.append("failed")
-                case transfer.Done():
+                case events.Done():
                     assert self.outcomes == ["committed"], "an acknowledgement is a proof"
                     self.sender_outcomes.append("acked")
                 case _:
@@ -117,7 +117,7 @@ class TransferEnds(RuleBasedStateMachine):
             self.to_receiver.append(event)
 
     def put_segment(self, start: int, num_tokens: int) -> None:
-        self.hand_over(transfer.SegmentArrived(ATTEMPT, start, num_tokens, content(start, num_tokens), intact=True))
+        self.hand_over(events.SegmentArrived(ATTEMPT, start, num_tokens, content(start, num_tokens), intact=True))
 
     def check_complete(self, meta: bytes) -> None:
         assert meta == META
@@ -133,13 +133,13 @@ class TransferEnds(RuleBasedStateMachine):
     @rule()
     def ship(self) -> None:
         start, num_tokens = self.unshipped.pop(0)
-        self.send(transfer.Shipped(start, num_tokens, content(start, num_tokens)))
+        self.send(events.Shipped(start, num_tokens, content(start, num_tokens)))
         self.put_segment(start, num_tokens)
 
     @precondition(lambda self: not self.unshipped and self.sender.state is SenderState.SHIPPING)
     @rule()
     def commit(self) -> None:
-        self.send(transfer.CommitAsked(META))
+        self.send(events.CommitAsked(META))
 
     @precondition(lambda self: self.to_receiver)
     @rule(data=st.data())
@@ -166,8 +166,8 @@ class TransferEnds(RuleBasedStateMachine):
             self.to_receiver.pop(at)
         elif how == "repeat":
             self.to_receiver.append(event)
-        elif isinstance(event, transfer.SegmentArrived):
-            self.to_receiver[at] = transfer.SegmentArrived(ATTEMPT, event.start, event.num_tokens, 1, intact=False)
+        elif isinstance(event, events.SegmentArrived):
+            self.to_receiver[at] = events.SegmentArrived(ATTEMPT, event.start, event.num_tokens, 1, intact=False)
 
     @precondition(lambda self: self.to_sender)
     @rule(data=st.data(), repeat=st.booleans())
@@ -192,35 +192,35 @@ class TransferEnds(RuleBasedStateMachine):
             for token in range(start, start + num_tokens):
                 assert token not in self.blocks, "a block is written once"
                 self.blocks[token] = checksum
-        self.receive(transfer.SegmentWritten(start, written))
+        self.receive(events.SegmentWritten(start, written))
 
     @rule(seconds=st.sampled_from([0.1, 0.6, 1.5, 4.0]))
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         if self.receiver.state is ReceiverState.CLOSING:
             self.waited_s += seconds
-        self.receive(transfer.Tick())
-        self.send(transfer.Tick())
+        self.receive(events.Tick())
+        self.send(events.Tick())
 
     @rule()
     def renew(self) -> None:
         if not self.sender.ended:
-            self.hand_over(transfer.Renewed(ATTEMPT))
+            self.hand_over(events.Renewed(ATTEMPT))
 
     @rule(chance=st.integers(0, 9), side=st.sampled_from(["sender", "receiver", "lost", "sender restarts"]))
     def end(self, chance: int, side: str) -> None:
         if chance:
             return
         if side == "sender":
-            self.send(transfer.Ended("prefill gave up", tell=True))
+            self.send(events.Ended("prefill gave up", tell=True))
         elif side == "receiver":
-            self.receive(transfer.Ended("decode gave up", tell=True))
+            self.receive(events.Ended("decode gave up", tell=True))
         else:
             self.connected = False
             self.to_sender.clear()
             self.to_receiver.clear()
-            self.receive(transfer.Ended("the connection was lost", tell=False))
-            self.send(transfer.Ended("the connection was lost", tell=False))
+            self.receive(events.Ended("the connection was lost", tell=False))
+            self.send(events.Ended("the connection was lost", tell=False))
 
     @rule(what=st.integers(0, 5))
     def stranger(self, what: int) -> None:
@@ -229,12 +229,12 @@ class TransferEnds(RuleBasedStateMachine):
         late = self.receiver.num_late
         self.receive(
             [
-                transfer.Opened(ATTEMPT, b"wrong", self.start, self.end),
-                transfer.Opened(ATTEMPT - 1, KEY, self.start, self.end),
-                transfer.SegmentArrived(ATTEMPT - 1, self.start, 1, 1, intact=True),
-                transfer.CommitArrived(ATTEMPT - 1, 1, b"stale"),
-                transfer.Renewed(ATTEMPT + 1),
-                transfer.SegmentArrived(ATTEMPT + 1, self.start, 1, 1, intact=False),
+                events.Opened(ATTEMPT, b"wrong", self.start, self.end),
+                events.Opened(ATTEMPT - 1, KEY, self.start, self.end),
+                events.SegmentArrived(ATTEMPT - 1, self.start, 1, 1, intact=True),
+                events.CommitArrived(ATTEMPT - 1, 1, b"stale"),
+                events.Renewed(ATTEMPT + 1),
+                events.SegmentArrived(ATTEMPT + 1, self.start, 1, 1, intact=False),
             ][what]
         )
         after = (self.receiver.state, self.receiver.segments, self.receiver.written, self.receiver.deadline)

@@ -8,8 +8,9 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from transport import transfer
-from transport.transfer import MAX_RESENDS, Grant, Instruction, Receiver, ReceiverState, Sender, SenderState
+from transport import transfer_events as events
+from transport.transfer import MAX_RESENDS, Grant, Receiver, ReceiverState, Sender, SenderState
+from transport.transfer_events import Instruction
 
 LEASE_S, DEADLINE_S = 10.0, 60.0
 KEY, WRONG_KEY = b"k" * 32, b"x" * 32
@@ -40,54 +41,54 @@ class TransferOverABadNetwork(RuleBasedStateMachine):
             at += cut
         self.receiver = Receiver(Grant(b"h" * 16, 1, KEY, self.start, self.end, LEASE_S), deadline=LEASE_S)
         self.sender = Sender(self.start, self.end, attempt=1, deadline=DEADLINE_S)
-        self.to_receiver: list[transfer.ReceiverEvent] = [transfer.Opened(1, KEY, self.start, self.end)]
-        self.to_sender: list[transfer.SenderEvent] = []
+        self.to_receiver: list[events.ReceiverEvent] = [events.Opened(1, KEY, self.start, self.end)]
+        self.to_sender: list[events.SenderEvent] = []
         self.writing: list[int] = []
         self.ended_with: ReceiverState | None = None
 
     def checksum(self, start: int) -> int:
         return start * 1000 + 7
 
-    def at_sender(self, event: transfer.SenderEvent) -> None:
+    def at_sender(self, event: events.SenderEvent) -> None:
         for instruction in self.sender.handle(event, self.now):
             match instruction:
-                case transfer.SendSegment(start, num_tokens):
+                case events.SendSegment(start, num_tokens):
                     self.to_receiver.append(
-                        transfer.SegmentArrived(1, start, num_tokens, self.checksum(start), intact=True)
+                        events.SegmentArrived(1, start, num_tokens, self.checksum(start), intact=True)
                     )
-                case transfer.SendCommit(digest, meta):
-                    self.to_receiver.append(transfer.CommitArrived(1, digest, meta))
-                case transfer.TellAbort(reason):
-                    self.to_receiver.append(transfer.Ended(reason, tell=False))
-                case transfer.Done():
+                case events.SendCommit(digest, meta):
+                    self.to_receiver.append(events.CommitArrived(1, digest, meta))
+                case events.TellAbort(reason):
+                    self.to_receiver.append(events.Ended(reason, tell=False))
+                case events.Done():
                     self.owner.done += 1
-                case transfer.Fail():
+                case events.Fail():
                     self.owner.sender_failed += 1
                 case _:
                     raise AssertionError(f"no instruction for a sender: {instruction}")
 
-    def at_receiver(self, event: transfer.ReceiverEvent) -> None:
+    def at_receiver(self, event: events.ReceiverEvent) -> None:
         ended_before = self.receiver.ended
         instructions: list[Instruction] = self.receiver.handle(event, self.now)
         for instruction in instructions:
             match instruction:
-                case transfer.Write(start):
+                case events.Write(start):
                     assert not ended_before, "nothing is written to a block after it left the handoff"
                     self.writing.append(start)
-                case transfer.AskAgain(start, num_tokens):
+                case events.AskAgain(start, num_tokens):
                     assert self.start <= start < start + num_tokens <= self.end
-                    self.to_sender.append(transfer.ResendAsked(1, start, num_tokens))
-                case transfer.Acknowledge():
-                    self.to_sender.append(transfer.Acked(1))
-                case transfer.TellAbort(reason):
-                    self.to_sender.append(transfer.Ended(reason, tell=False))
-                case transfer.SayAlive():
-                    self.to_sender.append(transfer.Renewed(1))
-                case transfer.Refuse():
-                    assert isinstance(event, transfer.Opened)
-                case transfer.Deliver(meta):
+                    self.to_sender.append(events.ResendAsked(1, start, num_tokens))
+                case events.Acknowledge():
+                    self.to_sender.append(events.Acked(1))
+                case events.TellAbort(reason):
+                    self.to_sender.append(events.Ended(reason, tell=False))
+                case events.SayAlive():
+                    self.to_sender.append(events.Renewed(1))
+                case events.Refuse():
+                    assert isinstance(event, events.Opened)
+                case events.Deliver(meta):
                     self.owner.delivered.append(meta)
-                case transfer.Fail(reason):
+                case events.Fail(reason):
                     self.owner.failed.append(reason)
                 case _:
                     raise AssertionError(f"no instruction for a receiver: {instruction}")
@@ -96,21 +97,21 @@ class TransferOverABadNetwork(RuleBasedStateMachine):
     def ship(self) -> None:
         if self.unshipped and not self.sender.ended:
             start, num_tokens = self.unshipped.pop(0)
-            self.at_sender(transfer.Shipped(start, num_tokens, self.checksum(start)))
-            self.to_receiver.append(transfer.SegmentArrived(1, start, num_tokens, self.checksum(start), intact=True))
+            self.at_sender(events.Shipped(start, num_tokens, self.checksum(start)))
+            self.to_receiver.append(events.SegmentArrived(1, start, num_tokens, self.checksum(start), intact=True))
 
     @precondition(lambda self: not self.unshipped and self.sender.state is SenderState.SHIPPING)
     @rule()
     def commit(self) -> None:
-        self.at_sender(transfer.CommitAsked(b"meta"))
+        self.at_sender(events.CommitAsked(b"meta"))
 
     @precondition(lambda self: bool(self.to_receiver))
     @rule(data=st.data(), how=st.sampled_from(["deliver"] * 6 + ["repeat", "lose", "damage"]))
     def network_to_receiver(self, data: st.DataObject, how: str) -> None:
         index = data.draw(st.integers(0, len(self.to_receiver) - 1))
         event = self.to_receiver[index] if how == "repeat" else self.to_receiver.pop(index)
-        if how == "damage" and isinstance(event, transfer.SegmentArrived):
-            event = transfer.SegmentArrived(1, event.start, event.num_tokens, event.checksum, intact=False)
+        if how == "damage" and isinstance(event, events.SegmentArrived):
+            event = events.SegmentArrived(1, event.start, event.num_tokens, event.checksum, intact=False)
         if how != "lose":
             self.at_receiver(event)
 
@@ -129,39 +130,39 @@ class TransferOverABadNetwork(RuleBasedStateMachine):
         if written and not self.receiver.ended:
             num_tokens, check = self.receiver.segments[start]
             self.owner.blocks |= dict.fromkeys(range(start, start + num_tokens), check)
-        self.at_receiver(transfer.SegmentWritten(start, written))
+        self.at_receiver(events.SegmentWritten(start, written))
 
     @rule(seconds=st.floats(0.1, 4.0))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        self.at_receiver(transfer.Tick())
-        self.at_sender(transfer.Tick())
+        self.at_receiver(events.Tick())
+        self.at_sender(events.Tick())
 
     @rule()
     def renew(self) -> None:
         if not self.sender.ended:
-            self.to_receiver.append(transfer.Renewed(1))
+            self.to_receiver.append(events.Renewed(1))
 
     @rule(who=st.sampled_from(["sender", "receiver"]), tell=st.booleans())
     def give_up_or_restart(self, who: str, tell: bool) -> None:
-        ended = transfer.Ended("gone", tell=tell)
+        ended = events.Ended("gone", tell=tell)
         self.at_sender(ended) if who == "sender" else self.at_receiver(ended)
 
     @rule(attempt=st.sampled_from([0, 2]), what=st.sampled_from(["open", "segment", "commit"]))
     def an_earlier_or_later_attempt_speaks(self, attempt: int, what: str) -> None:
         before = (self.receiver.state, dict(self.receiver.segments), len(self.writing))
-        event: transfer.ReceiverEvent = transfer.CommitArrived(attempt, 1, b"other")
+        event: events.ReceiverEvent = events.CommitArrived(attempt, 1, b"other")
         if what == "open":
-            event = transfer.Opened(attempt, KEY, self.start, self.end)
+            event = events.Opened(attempt, KEY, self.start, self.end)
         elif what == "segment":
-            event = transfer.SegmentArrived(attempt, self.start, 1, 5, intact=True)
+            event = events.SegmentArrived(attempt, self.start, 1, 5, intact=True)
         self.at_receiver(event)
         assert before == (self.receiver.state, dict(self.receiver.segments), len(self.writing))
 
     @rule()
     def a_stranger_without_the_key_opens(self) -> None:
         before = self.receiver.state
-        self.at_receiver(transfer.Opened(1, WRONG_KEY, self.start, self.end))
+        self.at_receiver(events.Opened(1, WRONG_KEY, self.start, self.end))
         assert self.receiver.state is before
 
     @invariant()
@@ -197,8 +198,8 @@ class TransferOverABadNetwork(RuleBasedStateMachine):
         """Whatever was lost, time ends both."""
         if hasattr(self, "receiver"):
             self.now += DEADLINE_S + LEASE_S
-            self.at_receiver(transfer.Tick())
-            self.at_sender(transfer.Tick())
+            self.at_receiver(events.Tick())
+            self.at_sender(events.Tick())
             assert self.receiver.ended
             assert self.sender.ended
             self.every_end_is_told_once()

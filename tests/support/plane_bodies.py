@@ -20,7 +20,8 @@ from transport.messages import Hello
 from transport.plane import Channel, Connection, Plane
 from transport.probe import probe
 from transport.receiver import Grant, KvReceiver
-from transport.sender import KvSender, Shipment
+from transport.sender import KvSender
+from transport.shipment import Shipment
 from transport.transfer import TransferStats
 
 DEADLINE_S = 60.0

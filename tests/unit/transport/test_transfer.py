@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from transport.checksum import digest
-from transport.transfer import (
-    MAX_RESENDS,
+from transport.transfer import MAX_RESENDS, Grant, Receiver, ReceiverState, Sender
+from transport.transfer_events import (
     Acked,
     Acknowledge,
     AskAgain,
@@ -14,10 +14,7 @@ from transport.transfer import (
     Done,
     Ended,
     Fail,
-    Grant,
     Opened,
-    Receiver,
-    ReceiverState,
     Refuse,
     Renewed,
     ResendAsked,
@@ -25,7 +22,6 @@ from transport.transfer import (
     SegmentArrived,
     SegmentWritten,
     SendCommit,
-    Sender,
     SendSegment,
     Shipped,
     TellAbort,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from transport.checksum import digest
-from transport.transfer import (
-    MAX_RESENDS,
-    REPEAT_S,
+from transport.transfer import MAX_RESENDS, REPEAT_S, Grant, Receiver, ReceiverState, Sender, SenderState
+from transport.transfer_events import (
     Acknowledge,
     AskAgain,
     CommitArrived,
@@ -13,18 +12,13 @@ from transport.transfer import (
     Deliver,
     Ended,
     Fail,
-    Grant,
     Opened,
-    Receiver,
-    ReceiverState,
     Refuse,
     Renewed,
     SayAlive,
     SegmentArrived,
     SegmentWritten,
     SendCommit,
-    Sender,
-    SenderState,
     Shipped,
     TellAbort,
     Tick,

@@ -36,7 +36,8 @@ class BlockPool:
         self._block_by_key: dict[bytes, int] = {}
         self._free = deque(range(num_blocks))
         # Blocks with a key and no owner, least recently used first.
-        self._reclaimable: OrderedDict[int, None] = OrderedDict()
+        self._reclaimable: OrderedDict[int, float] = OrderedDict()
+        """block -> when its last owner let go."""
 
     @property
     def num_free(self) -> int:
@@ -50,6 +51,11 @@ class BlockPool:
     def num_available(self) -> int:
         """Blocks that can be taken: free ones and reclaimable ones."""
         return len(self._free) + len(self._reclaimable)
+
+    @property
+    def oldest_cached_at(self) -> float | None:
+        """When the block that would be reclaimed next was last owned."""
+        return next(iter(self._reclaimable.values()), None)
 
     def num_owned(self, owner: Owner) -> int:
         return self._num_owned[owner]
@@ -80,17 +86,17 @@ class BlockPool:
             self._retain(block, owner)
         return [*hits, *new]
 
-    def free(self, blocks: Sequence[int], owner: Owner) -> None:
+    def free(self, blocks: Sequence[int], owner: Owner, now: float = 0.0) -> None:
         """Give up one ownership of each block. Blocks with a key stay cached; the end of a prefix, which is
         worth less than its beginning, is reclaimed first."""
         for block in reversed(blocks):
-            self._release(block, owner)
+            self._release(block, owner, now)
 
     def move(self, blocks: Sequence[int], old: Owner, new: Owner) -> None:
         """One ownership of each block changes its reason."""
         for block in blocks:
             self._retain(block, new)
-            self._release(block, old)
+            self._release(block, old, 0.0)  # never to nobody
 
     def publish(self, block: int, key: bytes) -> None:
         """From now on `key` hits `block`, whose KV is complete and never changes again.
@@ -134,7 +140,7 @@ class BlockPool:
         self._refs[owner][block] += 1
         self._count(before, self._owner_of(block))
 
-    def _release(self, block: int, owner: Owner) -> None:
+    def _release(self, block: int, owner: Owner, now: float) -> None:
         assert self._refs[owner][block] > 0, f"block {block} was freed twice"
         before = self._owner_of(block)
         self._refs[owner][block] -= 1
@@ -144,7 +150,7 @@ class BlockPool:
             if self._keys[block] is None:
                 self._free.append(block)
             else:
-                self._reclaimable[block] = None
+                self._reclaimable[block] = now
 
     def _count(self, before: Owner | None, after: Owner | None) -> None:
         if before is not None:

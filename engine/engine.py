@@ -23,6 +23,8 @@ from engine.messages import (
     Event,
     Finished,
     FinishReason,
+    Held,
+    Hold,
     KvComputed,
     KvRead,
     KvWritten,
@@ -34,6 +36,7 @@ from engine.messages import (
     Released,
     Reserve,
     Reserved,
+    Resume,
     StartDecode,
     TokenOut,
     WriteKv,
@@ -89,10 +92,17 @@ class Engine:
             case StartDecode(request_id, token_id):
                 return self._start_decode(request_id, token_id, now)
             case Release(request_id):
-                return self._release(request_id)
+                return self._release(request_id, now)
+            case Hold(request_id):
+                return self._hold(request_id, now)
+            case Resume(request_id):
+                held = self._requests.get(request_id)
+                if held is not None and held.state is RequestState.HELD and not held.prefill_only:
+                    self._scheduler.resume(held, now)
+                return []
             case Abort(request_id):
                 ended = self._requests.get(request_id)
-                return [] if ended is None else [self._finish(ended, "abort")]
+                return [] if ended is None else [self._finish(ended, now, "abort")]
 
     def _add(self, spec: EngineRequest, now: float) -> list[Event]:
         try:
@@ -110,7 +120,7 @@ class Engine:
             request = self._accept(spec, now)
         except InvalidRequest as error:
             return [Refused(spec.request_id, "invalid", str(error), error.param)]
-        if not self._scheduler.reserve(request):
+        if not self._scheduler.reserve(request, now):
             return [Refused(spec.request_id, "busy", "no room for the request now")]
         self._requests[spec.request_id] = request
         return [Reserved(spec.request_id, request.num_cached_tokens)]
@@ -152,10 +162,10 @@ class Engine:
             return []
         problem = self._start_problem(request, token_id)
         if problem:
-            return [self._finish(request, "error", problem)]
+            return [self._finish(request, now, "error", problem)]
         self._scheduler.start(request, token_id, now)
         reason = _finish_reason(request)
-        return [self._finish(request, reason)] if reason else []
+        return [self._finish(request, now, reason)] if reason else []
 
     def _start_problem(self, request: Request, token_id: int) -> str:
         """Why decoding from `token_id` would be wrong: never decode from KV that is not all there."""
@@ -168,14 +178,23 @@ class Engine:
             return f"StartDecode from token id {token_id}, outside the vocabulary"
         return ""
 
-    def _release(self, request_id: str) -> list[Event]:
+    def _release(self, request_id: str, now: float) -> list[Event]:
         request = self._requests.get(request_id)
         if request is None:
             return []
         if request.state is not RequestState.HELD:
-            return [self._finish(request, "error", f"Release of a request that is {request.state.value}")]
-        self._end(request)
+            return [self._finish(request, now, "error", f"Release of a request that is {request.state.value}")]
+        self._end(request, now)
         return [Released(request_id)]
+
+    def _hold(self, request_id: str, now: float) -> list[Event]:
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        if request.state is not RequestState.RUNNING or request.prefilling:
+            return [Held(request_id, ok=False)]
+        self._scheduler.hold(request, now)
+        return [Held(request_id, ok=True, num_tokens=request.num_computed)]
 
     def _write_kv(self, request_id: str, start: int, num_tokens: int, buffer: Buffer) -> bool:
         request = self._requests.get(request_id)
@@ -190,7 +209,7 @@ class Engine:
 
     def _read_kv(self, request_id: str, start: int, num_tokens: int, buffer: Buffer) -> bool:
         request = self._requests.get(request_id)
-        if request is None or not request.prefill_only:
+        if request is None or not (request.prefill_only or request.state is RequestState.HELD):
             return False
         if not self._fits(start, num_tokens, 0, request.num_computed, buffer):
             return False
@@ -241,21 +260,21 @@ class Engine:
         token_out = TokenOut(request.request_id, index, token.token_id, token.logprobs)
         reason = _finish_reason(request)
         if reason:
-            events += [token_out, self._finish(request, reason)]
+            events += [token_out, self._finish(request, now, reason)]
         elif request.prefill_only:
-            self._scheduler.hold(request)
+            self._scheduler.hold(request, now)
             events.append(KvComputed(request.request_id, request.num_computed))
             events += [token_out, PrefillDone(request.request_id, request.stats())]
         else:
             events.append(token_out)
 
-    def _finish(self, request: Request, reason: FinishReason, message: str = "") -> Finished:
-        self._end(request)
+    def _finish(self, request: Request, now: float, reason: FinishReason, message: str = "") -> Finished:
+        self._end(request, now)
         return Finished(request.request_id, reason, request.stats(), message)
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: Request, now: float) -> None:
         del self._requests[request.request_id]
-        self._scheduler.end(request)
+        self._scheduler.end(request, now)
 
 
 def _scheduled_seq(request: Request, num_tokens: int) -> ScheduledSeq:

@@ -28,14 +28,19 @@ class EngineThread:
         engine: Engine,
         on_events: Callable[[list[Event]], None],
         clock: Callable[[], float] = time.monotonic,
+        before_step: Callable[[], None] | None = None,
     ) -> None:
         """`on_events` runs on the engine thread, once for the commands of a turn and once for its step, never
-        with an empty list. It must hand the events over and return."""
+        with an empty list. It must hand the events over and return. `before_step` runs there before each step:
+        tests delay it."""
         self._engine = engine
         self._on_events = on_events
         self._clock = clock
+        self._before_step = before_step
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
         self._ledger = engine.ledger()
+        self._turn_began: float | None = None
+        self._stuck_since: float | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -61,6 +66,13 @@ class EngineThread:
         """As of the end of the last turn. Thread-safe: the snapshot is immutable and swapped whole."""
         return self._ledger
 
+    def progress(self) -> tuple[float, float]:
+        """Seconds that the turn which is under way has taken, and seconds that requests have been waiting while none
+        was running; 0 where there is no such thing. A rising value is a fault. Thread-safe."""
+        now = self._clock()
+        turn_began, stuck_since = self._turn_began, self._stuck_since
+        return _since(turn_began, now), _since(stuck_since, now)
+
     def _run(self) -> None:
         try:
             while self._turn():
@@ -77,12 +89,16 @@ class EngineThread:
         commands = self._take()
         if commands is None:
             return False
+        self._turn_began = self._clock()
         events = [event for command in commands for event in self._engine.handle(command, self._clock())]
         self._publish(events)
         if self._engine.has_work():
+            if self._before_step is not None:
+                self._before_step()
             self._publish(self._engine.step(self._clock))
         elif self._engine.is_empty():
             self._engine.check_integrity()
+        self._turn_began = None
         return True
 
     def _take(self) -> list[Command] | None:
@@ -99,6 +115,14 @@ class EngineThread:
 
     def _publish(self, events: list[Event]) -> None:
         """The ledger first: whoever acts on an event finds it there."""
-        self._ledger = self._engine.ledger()
+        ledger = self._ledger = self._engine.ledger()
+        if ledger.requests["waiting"] and not ledger.requests["running"]:
+            self._stuck_since = self._clock() if self._stuck_since is None else self._stuck_since
+        else:
+            self._stuck_since = None
         if events:
             self._on_events(events)
+
+
+def _since(began: float | None, now: float) -> float:
+    return 0.0 if began is None else now - began

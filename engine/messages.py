@@ -9,6 +9,8 @@ A request lives in exactly one of these ways:
                                        (a first token that ends the request: TokenOut -> Finished, nothing is held)
     Reserve                         -> Reserved -> [WriteKv -> KvWritten]* -> StartDecode -> TokenOut* -> Finished
                                     -> Refused
+    a request that decodes: Hold    -> Held(ok) -> [ReadKv -> KvRead]* -> Release -> Released
+                                                -> Resume -> TokenOut* -> Finished
 Abort ends any of them with Finished(reason="abort") once its blocks are back in the pool; Abort or Release of
 an id that is unknown or has ended is ignored, so both may be sent twice.
 """
@@ -100,13 +102,28 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class Hold:
+    """Compute no more of a request that decodes, and keep its blocks, so that another worker can go on with it.
+    KV of every token but the last one sampled may be read."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Go on with a request that Hold stopped."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Abort:
     """End the request whatever its state."""
 
     request_id: str
 
 
-Command = AddRequest | Reserve | WriteKv | StartDecode | ReadKv | Release | Abort
+Command = AddRequest | Reserve | WriteKv | StartDecode | ReadKv | Release | Hold | Resume | Abort
 
 
 # Events
@@ -178,6 +195,16 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """The answer to Hold. Not ok: the request was not decoding, and goes on as it was."""
+
+    request_id: str
+    ok: bool
+    num_tokens: int = 0
+    """Tokens whose KV is there."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reserved:
     request_id: str
     num_cached_tokens: int
@@ -220,7 +247,17 @@ class EngineFailed:
 
 
 Event = (
-    TokenOut | Finished | KvComputed | PrefillDone | Released | Reserved | Refused | KvRead | KvWritten | EngineFailed
+    TokenOut
+    | Finished
+    | KvComputed
+    | PrefillDone
+    | Released
+    | Held
+    | Reserved
+    | Refused
+    | KvRead
+    | KvWritten
+    | EngineFailed
 )
 
 
@@ -238,3 +275,6 @@ class LedgerSnapshot:
     """Kept after prefill until the receiver has acknowledged."""
     requests: Mapping[str, int]
     """Number of requests by state: waiting, running, reserved, held."""
+    oldest: Mapping[str, float]
+    """state -> when the oldest in it came into it, on the engine's clock: the states of requests, and "cached" for
+    blocks. Only states that are not empty."""

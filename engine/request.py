@@ -10,8 +10,8 @@ from engine.messages import EngineRequest, RequestStats
 
 class RequestState(enum.Enum):
     """
-    WAITING --admit--> RUNNING --first token, prefill_only--> HELD --release--> ENDED
-       ^---preempt-------'
+    WAITING --admit--> RUNNING --first token, prefill_only; hold--> HELD --release--> ENDED
+       ^---preempt-------'  ^-----------------resume------------'
     RESERVED --start--> RUNNING
     Every state but ENDED goes to ENDED on abort; only RUNNING ends by itself.
     """
@@ -46,6 +46,7 @@ class Request:
         "request_id",
         "root_key",
         "sampling",
+        "since",
         "started_at",
         "state",
         "token_ids",
@@ -61,6 +62,8 @@ class Request:
         self.output_token_ids = list(spec.output_token_ids)
         self.token_ids = [*spec.prompt_token_ids, *spec.output_token_ids]
         self.state = RequestState.WAITING
+        self.since = queued_at
+        """When it came into this state."""
         self.arrival = 0
         """Order in which the scheduler saw it: the smaller, the older."""
         self.block_table: list[int] = []

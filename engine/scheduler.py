@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -66,6 +66,8 @@ class Scheduler:
         self._held: dict[str, Request] = {}
         self._num_arrived = 0
         self._num_waiting_blocks = 0
+        self._now = 0.0
+        """Of the command or step that is being handled."""
 
     @property
     def num_active(self) -> int:
@@ -76,19 +78,27 @@ class Scheduler:
     def num_requests(self) -> int:
         return self.num_active + len(self._reserved) + len(self._held)
 
+    @property
+    def _num_seats_taken(self) -> int:
+        """Requests that compute, or may from one moment to the next."""
+        num_paused = sum(not request.prefill_only for request in self._held.values())
+        return len(self._running) + len(self._reserved) + num_paused
+
     # A request's life
 
     def add(self, request: Request) -> None:
         """Queue it."""
+        self._now = request.queued_at
         self._arrive(request)
         self._queue(request)
 
-    def reserve(self, request: Request) -> bool:
+    def reserve(self, request: Request, now: float) -> bool:
         """Give it the blocks of all its tokens now. False: no room, nothing was taken.
 
         It leaves alone what requests that came earlier are waiting for.
         """
-        if len(self._running) + len(self._reserved) + len(self._waiting) >= self._config.max_num_seqs:
+        self._now = now
+        if self._num_seats_taken + len(self._waiting) >= self._config.max_num_seqs:
             return False
         if not self._take_blocks(request, RequestState.RESERVED, spare_blocks=self._num_waiting_blocks):
             return False
@@ -99,6 +109,7 @@ class Scheduler:
     def start(self, request: Request, token_id: int, now: float) -> None:
         """The KV of every token of a reserved request is written, and `token_id` was sampled elsewhere."""
         assert request.state is RequestState.RESERVED
+        self._now = now
         del self._reserved[request.request_id]
         self._move(request, RequestState.RUNNING)
         insort(self._running, request, key=_arrival)
@@ -128,15 +139,25 @@ class Scheduler:
         request.last_token_at = now
         self._append(request, token_id)
 
-    def hold(self, request: Request) -> None:
-        """Computes no more, but its blocks stay until `end`."""
+    def hold(self, request: Request, now: float) -> None:
+        """Computes no more, but its blocks stay until `end` or `resume`."""
         assert request.state is RequestState.RUNNING
+        self._now = now
         self._running.remove(request)
         self._move(request, RequestState.HELD)
         self._held[request.request_id] = request
 
-    def end(self, request: Request) -> None:
+    def resume(self, request: Request, now: float) -> None:
+        """What `hold` stopped goes on where it was, in its place by arrival."""
+        assert request.state is RequestState.HELD
+        self._now = now
+        del self._held[request.request_id]
+        self._move(request, RequestState.RUNNING)
+        insort(self._running, request, key=_arrival)
+
+    def end(self, request: Request, now: float) -> None:
         """Whatever its state: its blocks are back in the pool when this returns."""
+        self._now = now
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
             self._num_waiting_blocks -= self._num_blocks(request.num_tokens)
@@ -152,6 +173,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> list[Scheduled]:
         """The next step, decodes first. Empty: nothing can be computed until a command changes something."""
+        self._now = now
         step, all_fit = self._schedule_decodes()
         if all_fit:
             self._admit()
@@ -201,7 +223,7 @@ class Scheduler:
         return False
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) + len(self._reserved) < self._config.max_num_seqs:
+        while self._waiting and self._num_seats_taken < self._config.max_num_seqs:
             request = self._waiting[0]
             if not self._take_blocks(request, RequestState.RUNNING):
                 return
@@ -231,6 +253,7 @@ class Scheduler:
         if not request.num_preemptions:
             request.num_cached_tokens = request.num_computed
         request.state = state
+        request.since = self._now
         return True
 
     def _leaves_growth(
@@ -276,6 +299,7 @@ class Scheduler:
         self._waiting.insert(index, request)
         self._num_waiting_blocks += self._num_blocks(request.num_tokens)
         request.state = RequestState.WAITING
+        request.since = self._now
 
     def _append(self, request: Request, token_id: int) -> None:
         request.output_token_ids.append(token_id)
@@ -284,10 +308,11 @@ class Scheduler:
     def _move(self, request: Request, state: RequestState) -> None:
         self._pool.move(request.block_table, _OWNERS[request.state], _OWNERS[state])
         request.state = state
+        request.since = self._now
 
     def _drop_blocks(self, request: Request) -> None:
         if request.block_table:
-            self._pool.free(request.block_table, _OWNERS[request.state])
+            self._pool.free(request.block_table, _OWNERS[request.state], self._now)
         request.block_table = []
         request.num_computed = 0
         request.num_published = 0
@@ -308,7 +333,19 @@ class Scheduler:
                 "reserved": len(self._reserved),
                 "held": len(self._held),
             },
+            oldest=self._oldest(),
         )
+
+    def _oldest(self) -> dict[str, float]:
+        groups: dict[str, Collection[Request]] = {
+            "waiting": self._waiting,
+            "running": self._running,
+            "reserved": self._reserved.values(),
+            "held": self._held.values(),
+        }
+        oldest = {state: min(request.since for request in group) for state, group in groups.items() if group}
+        cached_at = self._pool.oldest_cached_at
+        return oldest if cached_at is None else oldest | {"cached": cached_at}
 
     def check_integrity(self) -> None:
         """Assert that requests and pool agree on every reference. Walks the pool and every block table."""

@@ -15,6 +15,8 @@ from engine.messages import (
     Command,
     EngineRequest,
     Finished,
+    Held,
+    Hold,
     KvComputed,
     KvRead,
     KvWritten,
@@ -25,6 +27,7 @@ from engine.messages import (
     Released,
     Reserve,
     Reserved,
+    Resume,
     StartDecode,
     TokenOut,
     WriteKv,
@@ -58,6 +61,7 @@ class EngineUnderCommands(RuleBasedStateMachine):
         self.ended: dict[str, str] = {}
         self.reserved: dict[str, int] = {}
         self.held: set[str] = set()
+        self.paused: set[str] = set()
         self.count = 0
 
     def command(self, command: Command) -> None:
@@ -76,14 +80,21 @@ class EngineUnderCommands(RuleBasedStateMachine):
                     self.ended[request_id] = event.reason
                     self.reserved.pop(request_id, None)
                     self.held.discard(request_id)
+                    self.paused.discard(request_id)
                 case Refused():
                     self.ended[request_id] = event.reason
                 case Reserved():
                     self.reserved[request_id] = event.num_cached_tokens
                 case PrefillDone():
                     self.held.add(request_id)
+                case Held():
+                    if event.ok:
+                        self.paused.add(request_id)
+                        tokens = [*self.requests[request_id].prompt_token_ids, *self.output[request_id]]
+                        assert event.num_tokens == len(tokens) - 1, "all but the token that was sampled last"
                 case Released():
                     self.held.discard(request_id)
+                    self.paused.discard(request_id)
                     self.ended[request_id] = "released"
                 case KvComputed() | KvRead() | KvWritten():
                     pass
@@ -155,6 +166,24 @@ class EngineUnderCommands(RuleBasedStateMachine):
         self.command(Release(request_id))
 
     @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        if self.requests:
+            self.command(Hold(data.draw(st.sampled_from(sorted(self.requests)))))
+
+    @precondition(lambda self: bool(self.paused))
+    @rule(data=st.data(), how=st.sampled_from([Resume, Release]))
+    def move_or_resume(self, data: st.DataObject, how: type[Resume] | type[Release]) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.paused)))
+        tokens = [*self.requests[request_id].prompt_token_ids, *self.output[request_id]][:-1]
+        buffer = np.zeros(len(tokens) * KV_BYTES, dtype=np.uint8)
+        [event] = self.engine.handle(ReadKv(request_id, 0, len(tokens), buffer), 0.0)
+        assert isinstance(event, KvRead)
+        assert event.ok
+        assert buffer.view(np.uint64).tolist() == prefix_hashes(tokens)
+        self.command(how(request_id))
+        self.paused.discard(request_id)
+
+    @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         if self.requests:
             request_id = data.draw(st.sampled_from(sorted(self.requests)))
@@ -188,7 +217,7 @@ class EngineUnderCommands(RuleBasedStateMachine):
         """Once nobody holds a reservation or finished KV, every request ends, with the oracle's tokens."""
         if not hasattr(self, "engine"):
             return
-        for request_id in [*self.reserved, *self.held]:
+        for request_id in [*self.reserved, *self.held, *self.paused]:
             self.command(Abort(request_id))
         for _ in range(STEPS_TO_DRAIN):
             for request_id in list(self.held):

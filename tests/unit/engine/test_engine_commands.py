@@ -16,6 +16,8 @@ from engine.messages import (
     EngineRequest,
     Event,
     Finished,
+    Held,
+    Hold,
     KvComputed,
     KvRead,
     KvWritten,
@@ -26,6 +28,7 @@ from engine.messages import (
     Released,
     Reserve,
     Reserved,
+    Resume,
     StartDecode,
     TokenOut,
     WriteKv,
@@ -113,6 +116,42 @@ def test_a_first_token_that_ends_the_request_holds_nothing() -> None:
         assert finished.reason == reason
         assert life.engine.is_empty()
         assert life.engine.ledger().held == 0
+
+
+def test_a_decode_is_held_read_and_goes_on_where_it_was() -> None:
+    life = Life(max_batch_tokens=16)
+    life.do(AddRequest(life.request("d")))
+    assert life.step() == [TokenOut("d", 0, FIRST)]
+    assert life.do(Hold("d")) == [Held("d", ok=True, num_tokens=10)]
+    assert not life.engine.has_work()
+    assert life.do(Hold("d")) == [Held("d", ok=False)], "it does not decode any more"
+    assert life.engine.ledger().requests["held"] == 1
+    assert life.read("d", 0, 10) == prefix_hashes(PROMPT)
+    life.do(Resume("d"))
+    second, third, finished = life.run()
+    assert [second, third] == [TokenOut("d", 1, SECOND), TokenOut("d", 2, THIRD)]
+    assert isinstance(finished, Finished)
+    assert life.do(Hold("d")) == life.do(Resume("d")) == []
+
+
+def test_what_does_not_decode_cannot_be_held() -> None:
+    life = Life()
+    life.do(AddRequest(life.request("p")))
+    life.step()
+    assert life.do(Hold("p")) == [Held("p", ok=False)], "its prompt is not computed yet"
+    life.do(Reserve(life.request("d")))
+    assert life.do(Hold("d")) == [Held("d", ok=False)]
+
+
+def test_a_held_decode_keeps_its_seat() -> None:
+    life = Life(max_batch_tokens=16, max_num_seqs=1)
+    life.do(AddRequest(life.request("d")))
+    life.step()
+    life.do(Hold("d"))
+    life.do(AddRequest(life.request("e")))
+    assert life.step() == []
+    life.do(Resume("d"))
+    assert {event.request_id for event in life.step()} == {"d"}
 
 
 def test_kv_shipped_in_then_decoded() -> None:

@@ -44,9 +44,9 @@ class Run:
                 continue
             self.scheduler.sampled(request, 0, 0.0)
             if len(request.output_token_ids) >= request.sampling.max_tokens:
-                self.scheduler.end(request)
+                self.scheduler.end(request, 0.0)
             elif request.prefill_only:
-                self.scheduler.hold(request)
+                self.scheduler.hold(request, 0.0)
         self.scheduler.check_integrity()
         return dict(step)
 
@@ -118,26 +118,26 @@ def test_a_reservation_does_not_take_what_an_earlier_request_waits_for() -> None
     waiting = run.add(20, 4)
     run.step()
     assert waiting.state is RequestState.WAITING
-    assert not run.scheduler.reserve(run.request(4, 2)), "there are free blocks, but they are spoken for"
+    assert not run.scheduler.reserve(run.request(4, 2), 0.0), "there are free blocks, but they are spoken for"
     while waiting.state is RequestState.WAITING:
         run.step()
     assert first.state is RequestState.ENDED
     while waiting.state is not RequestState.ENDED:
         run.step()
-    assert run.scheduler.reserve(run.request(4, 2))
+    assert run.scheduler.reserve(run.request(4, 2), 0.0)
 
 
 def test_reservations_count_against_the_seats() -> None:
     run = Run(num_blocks=100, max_num_seqs=3, max_batch_tokens=64)
     run.add(4, 50)
     run.step()
-    assert run.scheduler.reserve(run.request(4, 5))
-    assert run.scheduler.reserve(run.request(4, 5))
-    assert not run.scheduler.reserve(run.request(4, 5))
+    assert run.scheduler.reserve(run.request(4, 5), 0.0)
+    assert run.scheduler.reserve(run.request(4, 5), 0.0)
+    assert not run.scheduler.reserve(run.request(4, 5), 0.0)
     late = run.add(4, 5)
     run.step()
     assert late.state is RequestState.WAITING
-    run.scheduler.end(run.requests[1])
+    run.scheduler.end(run.requests[1], 0.0)
     run.step()
     assert late.state is RequestState.RUNNING
 
@@ -163,7 +163,7 @@ def test_a_lone_decode_waits_for_held_blocks_and_goes_on_when_they_come_back() -
         pass
     assert held.state is RequestState.HELD
     assert (decode.state, decode.num_computed) == (RequestState.RUNNING, 12), "it keeps its KV"
-    run.scheduler.end(held)
+    run.scheduler.end(held, 0.0)
     while decode.state is not RequestState.ENDED:
         assert run.step()
     assert not decode.num_preemptions
@@ -186,7 +186,7 @@ def test_the_youngest_decode_is_preempted_and_waits_before_all_that_came_later()
     old, middle = run.add(4, 20), run.add(4, 20)
     run.step()
     young = run.request(4, 20)
-    assert run.scheduler.reserve(young)
+    assert run.scheduler.reserve(young, 0.0)
     run.scheduler.start(young, 0, 0.0)
     late = run.add(30, 2)
     while not young.num_preemptions:

@@ -79,7 +79,7 @@ async def _serve() -> None:
     await receiver.start()
     for size_mb in SIZES_MB:
         for repeat in range(REPEATS + 1):
-            grant = Grant(_handoff_id(size_mb, repeat), 1, KEY, 0, num_tokens(size_mb), lease_s=600.0)
+            grant = Grant(_handoff_id(size_mb, repeat), 1, KEY, 0, num_tokens(size_mb), lease_s=600.0, sender="sender")
             receiver.expect(grant, CopyOut(blocks))
     print(await plane.listen(echo, ephemeral=True), receiver.address, flush=True)
     await asyncio.to_thread(sys.stdin.read)

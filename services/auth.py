@@ -30,17 +30,23 @@ def request_headers(secret: str) -> Mapping[str, str]:
     return {"authorization": f"Bearer {service_token(secret)}"}
 
 
+CLOCK_SKEW_S = 60.0
+"""How far the clocks of two machines may be apart before a key is refused too early."""
+
+
 def handoff_key(
-    secret: str, handoff_id: bytes, attempt: int, prefill_incarnation: str, decode_incarnation: str
+    secret: str, handoff_id: bytes, attempt: int, prefill_incarnation: str, decode_incarnation: str, expires_at: int
 ) -> bytes:
-    """HMAC-SHA256 over the length-prefixed fields: 32 bytes that only a holder of the secret can make."""
+    """HMAC-SHA256 over the length-prefixed fields: 32 bytes that only a holder of the secret can make.
+    `expires_at` is in seconds of the wall clock."""
     fields = (
         handoff_id,
         struct.pack(">I", attempt),
         prefill_incarnation.encode(),
         decode_incarnation.encode(),
+        struct.pack(">Q", expires_at),
     )
-    message = b"kvbaton handoff v1" + b"".join(struct.pack(">I", len(field)) + field for field in fields)
+    message = b"kvbaton handoff v2" + b"".join(struct.pack(">I", len(field)) + field for field in fields)
     return hmac.new(secret.encode(), message, hashlib.sha256).digest()
 
 

@@ -2,6 +2,11 @@
 
     gateway -> decode   POST /v1/generate  GenerateRequest => Busy | (Reserved | Accepted) Tokens* (Finish | Failure)
     gateway -> prefill  POST /v1/prefill   PrefillRequest  => Busy | Tokens? (Transferred | Finish | Failure)
+
+A decode worker that drains says Leaving on its streams; the gateway may then move them, KV and all:
+
+    gateway -> decode   POST /v1/hold      HoldRequest     => Held | Failure      tokens stop, blocks stay
+    gateway -> decode   POST /v1/ship      ShipRequest     => Transferred | Failure    to a Reservation elsewhere
     gateway -> worker   GET  /v1/worker                    => WorkerInfo
 
 An answer is a stream of frames, each a 4-byte big-endian length and one msgpack map tagged "t". Closing the
@@ -15,16 +20,19 @@ from __future__ import annotations
 
 import struct
 from collections.abc import AsyncIterable, AsyncIterator
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 16 << 20
 """One request or one frame. A prompt of 1 M token ids packs to 5 MB."""
 FRAMES_MEDIA_TYPE = "application/vnd.kvbaton.frames"
 
 Role = Literal["prefill", "decode", "both"]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 
 
 class ProtocolError(Exception):
@@ -60,7 +68,7 @@ class Sampling(Message, frozen=True):
 class Work(Message, frozen=True):
     """One choice of one request: what a worker needs to compute it from anywhere in its life."""
 
-    request_id: str
+    request_id: Name
     """The gateway's own id, unique for each attempt; also the trace id in logs."""
     prompt_token_ids: list[int]
     sampling: Sampling
@@ -68,20 +76,24 @@ class Work(Message, frozen=True):
     """Seconds from receipt after which the worker ends the request by itself."""
     output_token_ids: list[int] = []
     """Already generated, after a retry or a migration."""
-    cache_domain: bytes = b""
+    cache_domain: Annotated[bytes, Meta(max_length=256)] = b""
 
 
 class Handoff(Message, frozen=True):
     """Names one attempt to pass one request from prefill to decode. Minted by the gateway."""
 
-    handoff_id: bytes
+    handoff_id: Annotated[bytes, Meta(min_length=16, max_length=16)]
     """16 random bytes."""
-    attempt: int
-    prefill_incarnation: str
-    decode_incarnation: str
-    lease_s: float
+    attempt: Annotated[int, Meta(ge=1, le=1 << 16)]
+    prefill_incarnation: Name
+    """The process that ships: a prefill worker, or a decode worker that hands its request on."""
+    decode_incarnation: Name
+    lease_s: Annotated[float, Meta(gt=0, le=3600)]
     """How long decode keeps the reservation without hearing from prefill."""
-    key: bytes
+    expires_at: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    """Seconds of the wall clock after which the key opens nothing: the request's deadline, and room for clocks that
+    differ."""
+    key: Annotated[bytes, Meta(min_length=32, max_length=32)]
     """HMAC-SHA256 by the service secret over the other fields: see services.auth.handoff_key."""
 
 
@@ -97,9 +109,9 @@ class GenerateRequest(Message, frozen=True):
 class Reservation(Message, frozen=True):
     """Where and what prefill ships."""
 
-    fabric_address: str
+    fabric_address: Name
     """host:port of the decode worker's fabric listener."""
-    num_cached_tokens: int
+    num_cached_tokens: Count
     """Decode already has the KV of this many leading tokens."""
 
 
@@ -109,6 +121,23 @@ class PrefillRequest(Message, frozen=True):
     handoff: Handoff | None = None
     """None: the whole answer is the first token (max_tokens reached), nothing is shipped."""
     reservation: Reservation | None = None
+
+
+class HoldRequest(Message, frozen=True):
+    request_id: Name
+    """As in the Work of the stream that is to stop, or to go on."""
+    resume: bool = False
+    version: int = PROTOCOL_VERSION
+
+
+class ShipRequest(Message, frozen=True):
+    """Ship the KV of a held request to where it was reserved, with its last token in the commit."""
+
+    request_id: Name
+    deadline_s: float
+    handoff: Handoff
+    reservation: Reservation
+    version: int = PROTOCOL_VERSION
 
 
 # Frames
@@ -131,6 +160,16 @@ class Busy(Message, frozen=True, tag_field="t", tag="busy"):
     """No room now. Nothing was allocated; try another worker or later."""
 
     message: str = ""
+
+
+class Leaving(Message, frozen=True, tag_field="t", tag="leaving"):
+    """This worker is being stopped: the stream goes on, but had better be moved."""
+
+
+class Held(Message, frozen=True, tag_field="t", tag="held"):
+    """The answer to HoldRequest. `num_output_tokens` are on the stream; no more come until it is resumed."""
+
+    num_output_tokens: int
 
 
 class Tokens(Message, frozen=True, tag_field="t", tag="tokens"):
@@ -179,7 +218,7 @@ class Failure(Message, frozen=True, tag_field="t", tag="failure"):
     param: str | None = None
 
 
-Frame = Reserved | Accepted | Busy | Tokens | Transferred | Finish | Failure
+Frame = Reserved | Accepted | Busy | Leaving | Held | Tokens | Transferred | Finish | Failure
 
 
 # Prefill to decode, inside the commit of a transfer
@@ -259,6 +298,14 @@ def decode_prefill(body: bytes) -> PrefillRequest:
     return _checked(_prefill_decoder, body)
 
 
+def decode_hold(body: bytes) -> HoldRequest:
+    return _checked(_hold_decoder, body)
+
+
+def decode_ship(body: bytes) -> ShipRequest:
+    return _checked(_ship_decoder, body)
+
+
 def decode_worker_info(body: bytes) -> WorkerInfo:
     return _checked(_info_decoder, body)
 
@@ -292,6 +339,8 @@ _LENGTH = struct.Struct(">I")
 _encoder = msgspec.msgpack.Encoder()
 _generate_decoder = msgspec.msgpack.Decoder(GenerateRequest)
 _prefill_decoder = msgspec.msgpack.Decoder(PrefillRequest)
+_hold_decoder = msgspec.msgpack.Decoder(HoldRequest)
+_ship_decoder = msgspec.msgpack.Decoder(ShipRequest)
 _info_decoder = msgspec.msgpack.Decoder(WorkerInfo)
 _state_decoder = msgspec.msgpack.Decoder(HandoffState)
 _frame_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)

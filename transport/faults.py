@@ -1,4 +1,4 @@
-"""A fault shim: a plane whose connections damage what this side sends. Only tests construct it.
+"""A fault shim: a plane whose connections damage what this side sends. Off unless a test setting is on.
 
 Faults are a comma-separated list of `action:kind:k`, with `:seconds` behind a delay:
 
@@ -65,6 +65,12 @@ class FaultyPlane(Plane):
         self._plane = plane
         self._faults = parse_faults(faults)
         self._seen: Counter[str] = Counter()
+
+    def set(self, faults: str) -> None:
+        """In place of those that were; counting starts anew. Raises ValueError."""
+        self._faults = parse_faults(faults)
+        self._seen.clear()
+        self.injected.clear()
 
     def stop(self) -> None:
         """From here on every message passes."""

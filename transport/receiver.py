@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from transport.layout import KvLayout
 from transport.messages import Abort, Ack, Alive, Commit, Control, Hello, HelloReply, Open, Renew, Resend, Segment
 from transport.plane import Channel, Connection, Plane
 from transport.staging import Buffer, StagingPool
-from transport.transfer import Grant, TransferStats
+from transport.transfer import Grant, TransferStats, by_state
 
 logger = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 5.0
@@ -73,6 +73,7 @@ class _Peer:
     receives: set[asyncio.Task[None]] = field(default_factory=set)
     announced: asyncio.Queue[Segment | Commit] = field(default_factory=lambda: asyncio.Queue(MAX_ANNOUNCED))
     lane: str = ""
+    incarnation: str = ""
 
     async def send(self, message: Control) -> None:
         async with self.lock:
@@ -104,7 +105,11 @@ class KvReceiver:
         self._ticker: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._serving: set[asyncio.Task[Any]] = set()
-        self._counts = dict.fromkeys(("committed", "failed", "cancelled", "damaged", "unknown", "refused", "bytes"), 0)
+        self._counts = dict.fromkeys(
+            ("committed", "failed", "cancelled", "damaged", "unknown", "refused", "bytes", "checksum_us"), 0
+        )
+        self._num_late = 0
+        """Of handoffs that are no longer remembered."""
 
     async def start(self) -> None:
         """Listen; `address` is what peers connect to afterwards. Raises FabricUnavailable."""
@@ -114,7 +119,8 @@ class KvReceiver:
     def expect(self, grant: Grant, sink: ReceiveSink) -> None:
         """From now on a sender that shows the grant's key may ship its tokens."""
         assert grant.handoff_id not in self._open, "a handoff id is used once"
-        machine = transfer.Receiver(grant, deadline=self._clock() + grant.lease_s)
+        now = self._clock()
+        machine = transfer.Receiver(grant, deadline=now + grant.lease_s, since=now)
         self._open[grant.handoff_id] = _Incoming(machine, sink)
 
     def cancel(self, handoff_id: bytes) -> None:
@@ -142,11 +148,14 @@ class KvReceiver:
             await self._plane.stop_listening(self.address)
         self._closed = True
 
-    def snapshot(self) -> dict[str, object]:
-        states = Counter(incoming.machine.state.value for incoming in self._open.values())
+    def snapshot(self) -> dict[str, Any]:
+        """Counters since the start, and what is open now: states with the age of the oldest in each."""
+        machines = [incoming.machine for incoming in self._open.values()]
         return self._counts | {
             "open": len(self._open),
-            "states": dict(states),
+            "late": self._num_late + sum(i.machine.num_late for i in (*self._open.values(), *self._ended.values())),
+            "states": by_state(machines, transfer.ReceiverState, self._clock()),
+            "leases": [_lease(machine, self._clock()) for machine in machines],
             "connections": len(self._peers),
             **self._staging.snapshot(),
         }
@@ -222,6 +231,7 @@ class KvReceiver:
         hello = await recv_control(peer.connection)
         if not isinstance(hello, Hello):
             raise WireError(f"a {type(hello).__name__} before the hello")
+        peer.incarnation = hello.incarnation
         peer.lane = await self._plane.lane(peer.connection)
         difference = self._hello.difference(hello)
         refused = f"{difference} differs" if difference else ""
@@ -258,7 +268,7 @@ class KvReceiver:
             self._refuse(peer, message, "another connection has opened this transfer")
             return
         former, incoming.peer = incoming.peer, peer
-        opened = events.Opened(message.attempt, message.key, message.start, message.end)
+        opened = events.Opened(message.attempt, message.key, message.start, message.end, peer.incarnation)
         for instruction in self._handle(incoming, opened):
             assert isinstance(instruction, events.Refuse)
             incoming.peer = former
@@ -290,9 +300,11 @@ class KvReceiver:
             self._counts["unknown"] += 1
             self._staging.give_back(buffer)
             return
+        began = self._clock()
         intact = segment.num_bytes == segment.num_tokens * self._layout.bytes_per_token and (
             checksum(buffer[: segment.num_bytes]) == segment.checksum
         )
+        self._counts["checksum_us"] += round((self._clock() - began) * 1e6)
         if not intact:
             self._counts["damaged"] += 1
             logger.error("tokens from %d on arrived damaged from %s", segment.start, peer.connection.peer)
@@ -349,6 +361,7 @@ class KvReceiver:
         self._ended[handoff_id] = incoming
         while len(self._ended) > KEPT_ENDED:
             _, oldest = self._ended.popitem(last=False)
+            self._num_late += oldest.machine.num_late
             if oldest.peer is not None:
                 oldest.peer.handoffs.discard(oldest.machine.grant.handoff_id)
 
@@ -380,3 +393,13 @@ class KvReceiver:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _lease(machine: transfer.Receiver, now: float) -> dict[str, str | int | float]:
+    grant = machine.grant
+    return {
+        "handoff_id": grant.handoff_id.hex(),
+        "attempt": grant.attempt,
+        "state": machine.state.value,
+        "left_s": round(machine.deadline - now, 3),
+    }

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from transport import transfer
 from transport.control import recv_control, send_control
@@ -24,6 +24,7 @@ from transport.messages import Hello, HelloReply, Open
 from transport.plane import Plane
 from transport.shipment import Read, Shipment
 from transport.staging import StagingPool
+from transport.transfer import by_state
 
 logger = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 5.0
@@ -50,7 +51,7 @@ class KvSender:
         self.clock = clock
         self.silence_s = silence_s
         self.staging = StagingPool(max(max_segment_bytes, layout.bytes_per_token), max_staging_bytes)
-        self.counts = dict.fromkeys(("acked", "failed", "resent", "bytes", "connects"), 0)
+        self.counts = dict.fromkeys(("acked", "failed", "resent", "bytes", "connects", "checksum_us"), 0)
         self.shipments: set[Shipment] = set()
         self._peers: dict[tuple[str, str], asyncio.Task[Link]] = {}
         self._ticker: asyncio.Task[None] | None = None
@@ -77,7 +78,7 @@ class KvSender:
         except TimeoutError as error:
             raise ConnectFailed(f"no connection to {address} before the deadline") from error
         machine = transfer.Sender(
-            start, end, attempt, deadline=now + deadline_s, silence_s=self.silence_s, heard_at=self.clock()
+            start, end, attempt, deadline=now + deadline_s, silence_s=self.silence_s, heard_at=self.clock(), since=now
         )
         peer.expect_answers()
         shipment = Shipment(self, peer, handoff_id, machine, read)
@@ -102,11 +103,12 @@ class KvSender:
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_S)
 
-    def snapshot(self) -> dict[str, object]:
-        states = Counter(shipment.machine.state.value for shipment in self.shipments)
+    def snapshot(self) -> dict[str, Any]:
+        """Counters since the start, and what is open now: states with the age of the oldest in each."""
+        machines = [shipment.machine for shipment in self.shipments]
         return self.counts | {
             "open": len(self.shipments),
-            "states": dict(states),
+            "states": by_state(machines, transfer.SenderState, self.clock()),
             "connections": len(self._peers),
             **self.staging.snapshot(),
         }

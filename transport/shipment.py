@@ -137,7 +137,9 @@ class Shipment:
             payload = staged[:num_bytes]
             if not await self._read(start, num_tokens, payload):
                 raise TransferError("the request has ended")
+            began = self._sender.clock()
             check = checksum(payload)
+            self._sender.counts["checksum_us"] += round((self._sender.clock() - began) * 1e6)
             if self.machine.ended:
                 raise TransferError("the transfer has ended")
             if start not in self.machine.segments:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import enum
 import hmac
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from transport.checksum import digest
@@ -97,6 +98,8 @@ class Grant:
     start: int
     end: int
     lease_s: float
+    sender: str
+    """Incarnation of the only process that may ship it."""
 
 
 @dataclass(slots=True)
@@ -106,6 +109,8 @@ class Receiver:
     grant: Grant
     deadline: float
     """The lease: moved on by whatever the sender lets us hear."""
+    since: float = 0.0
+    """When it came into its state."""
     state: ReceiverState = ReceiverState.EXPECTED
     num_late: int = 0
     num_resends: int = 0
@@ -123,6 +128,13 @@ class Receiver:
         return self.state in (ReceiverState.COMMITTED, ReceiverState.FAILED)
 
     def handle(self, event: ReceiverEvent, now: float) -> list[Instruction]:
+        before = self.state
+        instructions = self._handle(event, now)
+        if self.state is not before:
+            self.since = now
+        return instructions
+
+    def _handle(self, event: ReceiverEvent, now: float) -> list[Instruction]:
         if self.ended:
             return self._late(event)
         match event:
@@ -167,6 +179,7 @@ class Receiver:
 
     def _on_open(self, event: Opened, now: float) -> list[Instruction]:
         wrong = "attempt" if event.attempt != self.grant.attempt else ""
+        wrong = wrong or ("sender" if event.sender != self.grant.sender else "")
         wrong = wrong or ("" if hmac.compare_digest(event.key, self.grant.key) else "key")
         if wrong:
             self.num_late += 1  # a stranger's, or an earlier attempt's: it must not end what it does not own
@@ -241,6 +254,8 @@ class Sender:
     silence_s: float = float("inf")
     """A receiver not heard for this long is taken for dead, whatever the fabric says."""
     heard_at: float = 0.0
+    since: float = 0.0
+    """When it came into its state."""
     state: SenderState = SenderState.SHIPPING
     num_late: int = 0
     num_resent: int = 0
@@ -254,6 +269,13 @@ class Sender:
         return self.state in (SenderState.ACKED, SenderState.FAILED)
 
     def handle(self, event: SenderEvent, now: float) -> list[Instruction]:
+        before = self.state
+        instructions = self._handle(event, now)
+        if self.state is not before:
+            self.since = now
+        return instructions
+
+    def _handle(self, event: SenderEvent, now: float) -> list[Instruction]:
         if self.ended:
             self.num_late += not isinstance(event, Tick | Ended)
             return []
@@ -311,3 +333,15 @@ class Sender:
     def _fail(self, reason: str, *, tell: bool) -> list[Instruction]:
         self.state = SenderState.FAILED
         return [*([TellAbort(reason)] if tell else []), Fail(reason)]
+
+
+def by_state(
+    machines: Iterable[Receiver | Sender], states: type[ReceiverState] | type[SenderState], now: float
+) -> dict[str, dict[str, float]]:
+    """state -> how many machines are in it, and for how long the one that has been there longest."""
+    found: dict[str, dict[str, float]] = {state.value: {"count": 0, "oldest_s": 0.0} for state in states}
+    for machine in machines:
+        entry = found[machine.state.value]
+        entry["count"] += 1
+        entry["oldest_s"] = max(entry["oldest_s"], now - machine.since)
+    return found

@@ -16,6 +16,8 @@ class Opened:
     key: bytes
     start: int
     end: int
+    sender: str
+    """Incarnation that greeted on the connection it came by."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,16 @@ Runs on the worker's event loop. The caller closing the stream, the deadline and
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
+import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from engine import messages
 from engine.messages import AddRequest, Buffer, EngineFailed, Finished, Refused, StartDecode, TokenOut
-from services import auth
+from services.decode.departure import Departure, Stream
 from services.protocol import (
     Accepted,
     Busy,
@@ -30,15 +31,18 @@ from services.protocol import (
     GenerateRequest,
     Handoff,
     HandoffState,
+    Leaving,
     ProtocolError,
     Reservation,
     Reserved,
     Tokens,
     decode_handoff_state,
 )
+from services.worker import handoff_key
 from services.worker.convert import ended, engine_request, tokens_frame
 from services.worker.engine_client import DeadlinePassed, EngineClient
 from transport.receiver import Grant, KvReceiver
+from transport.sender import KvSender
 from transport.transfer import TransferStats
 
 logger = logging.getLogger(__name__)
@@ -62,13 +66,22 @@ class DecodeService:
     """`max_queued` bounds the requests this worker has in hand, waiting ones included."""
 
     def __init__(
-        self, engine: EngineClient, receiver: KvReceiver, *, secret: str, incarnation: str, max_queued: int
+        self,
+        engine: EngineClient,
+        receiver: KvReceiver,
+        sender: KvSender,
+        *,
+        secret: str,
+        incarnation: str,
+        max_queued: int,
     ) -> None:
         self._engine = engine
         self._receiver = receiver
         self._secret = secret
         self._incarnation = incarnation
         self._max_queued = max_queued
+        self._streams: dict[str, Stream] = {}
+        self.departure = Departure(engine, sender, self._streams, secret=secret, incarnation=incarnation)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Frame, None]:
         request_id = request.work.request_id
@@ -79,10 +92,13 @@ class DecodeService:
             yield problem
             return
         events = self._engine.open(request_id, request.work.deadline_s)
+        stream = self._streams[request_id] = Stream(request.work, events)
         try:
-            async for frame in self._frames(request, events):
-                yield frame
+            async with aclosing(self._frames(request, stream)) as frames:
+                async for frame in frames:
+                    yield frame
         finally:
+            self._streams.pop(request_id).close()
             if request.handoff is not None:
                 self._receiver.cancel(request.handoff.handoff_id)
             self._engine.close(request_id)
@@ -93,32 +109,36 @@ class DecodeService:
             return Failure(message="this request id is already in use", kind="invalid", param="request_id")
         if handoff is None:
             return None
-        if handoff.decode_incarnation != self._incarnation:
-            return Failure(message="the handoff names another incarnation of this worker", kind="unavailable")
-        expected = auth.handoff_key(
-            self._secret, handoff.handoff_id, handoff.attempt, handoff.prefill_incarnation, self._incarnation
-        )
-        if not hmac.compare_digest(expected, handoff.key):
-            return Failure(message="the handoff key is not the gateway's", kind="invalid", param="handoff")
-        return None
+        return handoff_key.refusal(handoff, self._secret, self._incarnation, receives=True, now=time.time())
 
-    async def _frames(self, request: GenerateRequest, events: asyncio.Queue[Any]) -> AsyncGenerator[Frame, None]:
+    async def _frames(self, request: GenerateRequest, stream: Stream) -> AsyncGenerator[Frame, None]:
+        events = stream.events
         if request.handoff is None:
             self._engine.submit(AddRequest(engine_request(request.work)))
             yield Accepted()
         else:
-            async for frame in self._reserve(request, request.handoff, events):
-                yield frame
-                if not isinstance(frame, Accepted | Reserved):
-                    return
+            frame = await self._reserve(request, request.handoff, events)
+            yield frame
+            if not isinstance(frame, Accepted | Reserved):
+                return
+            if stream.leaving:
+                yield Leaving()
         while True:
             event = await events.get()
             match event:
                 case TokenOut():
+                    stream.last = event.index, event.token_id
                     yield tokens_frame(event)
                 case Committed():
+                    stream.last = event.state.index, event.state.token_id
                     yield _first_token(event.state)
                     self._engine.submit(StartDecode(request.work.request_id, event.state.token_id))
+                case Leaving():
+                    yield event
+                case messages.Held():
+                    stream.answer_hold(event)
+                case messages.Released():
+                    return  # its KV is elsewhere, and so is the rest of the answer
                 case TransferEnded():
                     yield Failure(message=event.reason, kind="transfer")
                     return
@@ -126,25 +146,14 @@ class DecodeService:
                     yield ended(event)
                     return
 
-    async def _reserve(
-        self, request: GenerateRequest, handoff: Handoff, events: asyncio.Queue[Any]
-    ) -> AsyncGenerator[Frame, None]:
+    async def _reserve(self, request: GenerateRequest, handoff: Handoff, events: asyncio.Queue[Any]) -> Frame:
         work = engine_request(request.work)
         self._engine.submit(messages.Reserve(work))
-        event = await events.get()
+        event = await _answer(events)
         if not isinstance(event, messages.Reserved):
-            yield ended(event)
-            return
+            return ended(event)
         if work.num_tokens - event.num_cached_tokens <= request.local_prefill_max_tokens:
-            self._engine.submit(messages.Abort(work.request_id))
-            while not isinstance(event := await events.get(), Finished | EngineFailed | DeadlinePassed):
-                pass
-            if not isinstance(event, Finished):
-                yield ended(event)
-                return
-            self._engine.submit(AddRequest(work))
-            yield Accepted()
-            return
+            return await self._compute_here(work, events)
         sink = _Sink(self._engine, work.request_id, len(work.output_token_ids), events)
         self._receiver.expect(
             Grant(
@@ -154,12 +163,30 @@ class DecodeService:
                 start=event.num_cached_tokens,
                 end=work.num_tokens,
                 lease_s=handoff.lease_s,
+                sender=handoff.prefill_incarnation,
             ),
             sink,
         )
-        yield Reserved(
+        return Reserved(
             reservation=Reservation(fabric_address=self._receiver.address, num_cached_tokens=event.num_cached_tokens)
         )
+
+    async def _compute_here(self, work: messages.EngineRequest, events: asyncio.Queue[Any]) -> Frame:
+        """In place of a reservation that there is."""
+        self._engine.submit(messages.Abort(work.request_id))
+        while not isinstance(event := await _answer(events), Finished | EngineFailed | DeadlinePassed):
+            pass
+        if not isinstance(event, Finished):
+            return ended(event)
+        self._engine.submit(AddRequest(work))
+        return Accepted()
+
+
+async def _answer(events: asyncio.Queue[Any]) -> Any:
+    """The next event that is not Leaving, which `Stream.leaving` remembers."""
+    while isinstance(event := await events.get(), Leaving):
+        pass
+    return event
 
 
 class _Sink:

@@ -3,6 +3,7 @@
     pair    decode reserves -> prefill computes and ships, first token -> decode goes on
     local   decode computes the prompt itself
     single  prefill makes the one token that is wanted, nothing is shipped
+    moved   decode reserves -> the decode worker that had the job ships what it computed -> decode goes on
 
 On the event loop. Whoever opened an attempt closes it; closing ends the work on both workers at once.
 """
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from services import auth
 from services.gateway.cluster import ClusterView
@@ -31,6 +34,7 @@ from services.protocol import (
     PrefillRequest,
     Reservation,
     Reserved,
+    ShipRequest,
     Work,
 )
 
@@ -40,6 +44,7 @@ class AttemptSettings:
     secret: str
     lease_s: float
     local_prefill_max_tokens: int
+    migrate: Literal["ship", "recompute", "wait"] = "ship"
 
 
 class AttemptFailed(Exception):
@@ -54,9 +59,19 @@ class AttemptFailed(Exception):
 
 class Attempt:
     def __init__(
-        self, job: Job, route: Route, client: WorkerClient, cluster: ClusterView, settings: AttemptSettings
+        self,
+        job: Job,
+        route: Route,
+        client: WorkerClient,
+        cluster: ClusterView,
+        settings: AttemptSettings,
+        source: Attempt | None = None,
     ) -> None:
+        """`source`: an attempt that holds the job still, and ships it: `route.prefill` is its decode worker. It is
+        closed with this one, and before that stays the caller's where `open` does not succeed."""
         job.num_tries += 1
+        self.work_id = f"{job.request_id}-{job.num_tries}"
+        self._source = source
         self.job = job
         self.route = route
         self.record = AttemptRecord(
@@ -78,16 +93,19 @@ class Attempt:
         if decode is None:
             assert prefill is not None, "a route has a worker"
             self._call_prefill(prefill, None, None)
+            self.record.path = self.path
             return None
         handoff = self._mint(prefill, decode) if prefill else None
         request = GenerateRequest(
             work=self._work(),
             handoff=handoff,
-            local_prefill_max_tokens=self._settings.local_prefill_max_tokens,
+            # What is shipped is not computed: the commit carries the token that comes after it.
+            local_prefill_max_tokens=0 if self._source else self._settings.local_prefill_max_tokens,
         )
         called = _now()
         self._add("decode", decode, self._client.generate(decode.url, request))
         _, first = await self._inbox.take_one()
+        self.record.path = self.path
         self.record.reserve_s = _now() - called
         match first:
             case Busy():
@@ -96,7 +114,8 @@ class Attempt:
                 self._computed_by_decode()
             case Reserved() if prefill is not None:
                 self.record.num_reserved_cached = first.reservation.num_cached_tokens
-                self._call_prefill(prefill, handoff, first.reservation)
+                assert handoff is not None, "a reservation answers a handoff"
+                self._have_shipped(prefill, handoff, first.reservation)
             case Failure():
                 raise self.failed("decode", first)
             case StreamEnded():
@@ -104,6 +123,10 @@ class Attempt:
             case _:
                 raise self.lost("decode", f"its answer began with {type(first).__name__}")
         return None
+
+    def keep_source(self) -> None:
+        """It does not end with this attempt: it goes on by itself after all."""
+        self._source = None
 
     async def arrivals(self) -> list[Arrival]:
         """What the workers have sent since the last call, at least one."""
@@ -116,6 +139,8 @@ class Attempt:
     async def close(self) -> None:
         """Idempotent."""
         await self._inbox.close()
+        if self._source is not None:
+            await self._source.close()
         while self._unassign:
             self._unassign.pop()()
 
@@ -129,7 +154,9 @@ class Attempt:
 
     @property
     def path(self) -> str:
-        """pair, local or single."""
+        """pair, local, single or moved."""
+        if self._source is not None:
+            return "moved"
         if self.route.decode is None:
             return "single"
         return "pair" if self.record.prefill else "local"
@@ -143,7 +170,20 @@ class Attempt:
     def _computed_by_decode(self) -> None:
         if self.route.prefill is not None:
             self.record.prefill = None
+            self.record.path = self.path
             self.record.why_local = "the uncached part of the prompt is short"
+
+    def _have_shipped(self, sender: WorkerView, handoff: Handoff, reservation: Reservation) -> None:
+        if self._source is None:
+            self._call_prefill(sender, handoff, reservation)
+            return
+        request = ShipRequest(
+            request_id=self._source.work_id,
+            deadline_s=max(0.0, self.job.deadline - _now()),
+            handoff=handoff,
+            reservation=reservation,
+        )
+        self._add("prefill", sender, self._client.ship(sender.url, request))
 
     def _call_prefill(self, prefill: WorkerView, handoff: Handoff | None, reservation: Reservation | None) -> None:
         request = PrefillRequest(work=self._work(), handoff=handoff, reservation=reservation)
@@ -157,23 +197,26 @@ class Attempt:
     def _work(self) -> Work:
         job = self.job
         return Work(
-            request_id=f"{job.request_id}-{job.num_tries}",
+            request_id=self.work_id,
             prompt_token_ids=job.prompt_token_ids,
             sampling=job.sampling,
             deadline_s=max(0.0, job.deadline - _now()),
-            output_token_ids=list(job.output_token_ids),
+            output_token_ids=job.output_token_ids[:-1] if self._source else list(job.output_token_ids),
         )
 
     def _mint(self, prefill: WorkerView, decode: WorkerView) -> Handoff:
         handoff_id = secrets.token_bytes(auth.HANDOFF_ID_BYTES)
         incarnations = (prefill.info.incarnation, decode.info.incarnation)
-        key = auth.handoff_key(self._settings.secret, handoff_id, self.record.number, *incarnations)
+        left_s = max(0.0, self.job.deadline - _now())
+        expires_at = int(time.time() + left_s + auth.CLOCK_SKEW_S)
+        key = auth.handoff_key(self._settings.secret, handoff_id, self.record.number, *incarnations, expires_at)
         return Handoff(
             handoff_id=handoff_id,
             attempt=self.record.number,
             prefill_incarnation=prefill.info.incarnation,
             decode_incarnation=decode.info.incarnation,
             lease_s=self._settings.lease_s,
+            expires_at=expires_at,
             key=key,
         )
 

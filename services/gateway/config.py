@@ -53,6 +53,11 @@ class GatewayConfig(BaseModel):
     local_prefill_max_tokens: int = Field(
         32, ge=0, description="an uncached part up to this many tokens is computed by decode itself"
     )
+    migrate: Literal["ship", "recompute", "wait"] = Field(
+        "ship",
+        description="streams of a decode worker that is being stopped: ship their KV to another one, have another one "
+        "compute it again, or let them run until the worker has gone",
+    )
     lease_s: float = Field(30.0, gt=0, description="seconds decode keeps a reservation without hearing from prefill")
 
     poll_s: float = Field(1.0, gt=0, description="seconds between two looks at each worker")

@@ -51,7 +51,7 @@ class Gateway:
             self.cluster,
             self.admission,
             self.metrics,
-            AttemptSettings(config.secret_value, config.lease_s, config.local_prefill_max_tokens),
+            AttemptSettings(config.secret_value, config.lease_s, config.local_prefill_max_tokens, config.migrate),
             max_attempts=config.max_attempts,
             recovery_wait_s=config.recovery_wait_s,
         )

@@ -4,6 +4,7 @@
        ^                 |--busy--> waiting         prefill had no room after all; not counted as an attempt
        '-----------------'--failed--> waiting       the next attempt is given the tokens made so far
                                  '--> ApiError      invalid, deadline, or no attempt left
+                         |--leaving--> placed       its decode worker is being stopped: moved, KV and all
 
 A prefill worker that failed a job is not given it again: another one is, then decode computes the prompt
 itself. Tokens already made travel as output_token_ids, and sampling depends on position only, so the seam
@@ -27,9 +28,10 @@ from services.gateway.errors import ApiError, DeadlinePassed, Failed, InvalidReq
 from services.gateway.inbox import Arrival, Side, StreamEnded
 from services.gateway.job import Job, NewTokens, OutOfOrder
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.router import NoRoute, choose
+from services.gateway.migration import Migration
+from services.gateway.router import NoRoute, choose, choose_successor
 from services.gateway.worker_client import WorkerClient
-from services.protocol import Accepted, Busy, Failure, Finish, Reserved, Stats, Tokens, Transferred
+from services.protocol import Accepted, Busy, Failure, Finish, Held, Leaving, Reserved, Stats, Tokens, Transferred
 
 logger = logging.getLogger(__name__)
 LAST_WORD_S = 0.5
@@ -45,10 +47,15 @@ class _Run:
     prefill_done: bool = False
     prefill_busy: bool = False
     failure: AttemptFailed | None = None
+    migration: Migration | None = None
+    recompute: bool = False
+    """Its decode worker leaves, and another is to compute the tokens so far again."""
 
     @property
     def over(self) -> bool:
-        return self.prefill_busy or self.failure is not None or self.attempt.job.finish_reason is not None
+        if self.prefill_busy or self.recompute or self.failure is not None:
+            return True
+        return self.attempt.job.finish_reason is not None
 
 
 class Handoffs:
@@ -86,6 +93,8 @@ class Handoffs:
                         tokens = self._absorb(run, await run.attempt.arrivals())
                         if tokens:
                             yield tokens
+                        if run.migration is not None and not run.over:
+                            run = await self._migrate(run, run.migration)
                     await self._hear_out_prefill(run)
                 finally:
                     run.attempt.record.outcome = _outcome(run)
@@ -149,6 +158,15 @@ class Handoffs:
         except TimeoutError:
             raise Unavailable(reason) from None
 
+    async def _migrate(self, run: _Run, migration: Migration) -> _Run:
+        successor = await migration.advance()
+        if successor is None:
+            return run
+        run.attempt.record.outcome = "moved"
+        run.attempt.job.timeline.attempts.append(successor.record)
+        self._metrics.attempts.labels(successor.path).inc()
+        return _Run(successor)
+
     def _absorb(self, run: _Run, arrivals: list[Arrival]) -> NewTokens:
         """Take in frames up to the one that ends the attempt; returns the tokens that came before it."""
         job = run.attempt.job
@@ -166,6 +184,11 @@ class Handoffs:
                 case Transferred():
                     self._note_stats(run.attempt, side, arrival.stats)
                     run.prefill_done = True
+                case Leaving() if self._settings.migrate == "ship" and side == "decode":
+                    if run.migration is None:
+                        run.migration = Migration(run.attempt, self._client, self._cluster, self._settings)
+                case Leaving():
+                    run.recompute = self._settings.migrate == "recompute" and self._has_successor(run.attempt)
                 case Busy():
                     self._metrics.busy.labels(side).inc()
                     run.prefill_busy = True
@@ -173,11 +196,15 @@ class Handoffs:
                     run.failure = run.attempt.failed(side, arrival)
                 case StreamEnded() if side == "decode" or not run.prefill_done:
                     run.failure = run.attempt.lost(side, arrival.message)
-                case Reserved() | Accepted():
+                case Reserved() | Accepted() | Held():
                     run.failure = run.attempt.lost(side, f"{type(arrival).__name__} came twice")
             if run.over:
                 break
         return tokens
+
+    def _has_successor(self, attempt: Attempt) -> bool:
+        worker = attempt.route.decode
+        return worker is not None and choose_successor(self._cluster.workers(), attempt.job.needs(), worker) is not None
 
     def _note_stats(self, attempt: Attempt, side: Side, stats: Stats) -> None:
         record, timeline = attempt.record, attempt.job.timeline
@@ -187,7 +214,7 @@ class Handoffs:
         else:
             record.decode_stats = stats
         computed_prompt = (side == "prefill") == (record.prefill is not None)
-        if computed_prompt and timeline.num_cached_tokens is None:
+        if computed_prompt and attempt.path != "moved" and timeline.num_cached_tokens is None:
             timeline.num_cached_tokens = min(stats.num_cached_tokens, timeline.num_prompt_tokens)
 
     async def _hear_out_prefill(self, run: _Run) -> None:
@@ -236,6 +263,8 @@ def _outcome(run: _Run) -> str:
         return str(run.failure)
     if run.prefill_busy:
         return "prefill was busy"
+    if run.recompute:
+        return "its worker leaves"
     return run.attempt.job.finish_reason or "closed"
 
 

@@ -88,6 +88,21 @@ def choose(
     return _pair(decodes, prefills, busy)
 
 
+def choose_successor(
+    workers: Sequence[WorkerView], needs: Needs, source: WorkerView, *, busy: Collection[str] = ()
+) -> WorkerView | None:
+    """The worker that takes over a stream, with its KV, from `source`, which is being stopped."""
+    fitting = [
+        worker
+        for worker in _free(workers, busy)
+        if worker.info.role != "prefill"
+        and worker.info.incarnation != source.info.incarnation
+        and worker.info.capacity_tokens >= needs.num_total_tokens
+        and _difference(source, worker) is None
+    ]
+    return min(fitting, key=_decode_order, default=None)
+
+
 def _least_loaded_prefill(prefills: Sequence[WorkerView], busy: Collection[str]) -> Route | NoRoute:
     free = _free(prefills, busy)
     if not free:

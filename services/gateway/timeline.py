@@ -18,6 +18,8 @@ class AttemptRecord:
     decode: str | None
     prefill: str | None
     started_at: float
+    path: str = ""
+    """pair, local, single or moved."""
     why_local: str = ""
     reserve_s: float | None = None
     """From the call to the decode worker's answer."""
@@ -131,6 +133,7 @@ def _attempt_body(attempt: AttemptRecord) -> dict[str, Any]:
         "started_at": attempt.started_at,
         "decode": attempt.decode,
         "prefill": attempt.prefill,
+        "path": attempt.path,
         "reserve_s": attempt.reserve_s,
         "num_reserved_cached": attempt.num_reserved_cached,
         "outcome": attempt.outcome,

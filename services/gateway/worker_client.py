@@ -18,8 +18,10 @@ from services import auth
 from services.protocol import (
     Frame,
     GenerateRequest,
+    HoldRequest,
     PrefillRequest,
     ProtocolError,
+    ShipRequest,
     WorkerInfo,
     decode_worker_info,
     encode,
@@ -56,6 +58,17 @@ class WorkerClient:
     def prefill(self, url: str, request: PrefillRequest) -> AsyncGenerator[Frame, None]:
         """The frames of POST /v1/prefill, as of `generate`."""
         return self._stream(f"{url}/v1/prefill", encode(request))
+
+    def ship(self, url: str, request: ShipRequest) -> AsyncGenerator[Frame, None]:
+        """The frames of POST /v1/ship, as of `generate`."""
+        return self._stream(f"{url}/v1/ship", encode(request))
+
+    async def hold(self, url: str, request: HoldRequest) -> Frame:
+        """The one frame of POST /v1/hold. Raises WorkerLost."""
+        async with aclosing(self._stream(f"{url}/v1/hold", encode(request))) as frames:
+            async for frame in frames:
+                return frame
+        raise WorkerLost(f"{url} answered nothing")
 
     async def info(self, url: str) -> WorkerInfo:
         """Raises WorkerLost."""

@@ -12,16 +12,15 @@ stream, the deadline and a failed transfer all end in `finally`.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from engine import messages
 from engine.messages import (
     AddRequest,
-    Buffer,
     EngineFailed,
     Finished,
     KvComputed,
@@ -29,7 +28,6 @@ from engine.messages import (
     Refused,
     TokenOut,
 )
-from services import auth
 from services.protocol import (
     Busy,
     Failure,
@@ -39,10 +37,11 @@ from services.protocol import (
     PrefillRequest,
     Reservation,
     Transferred,
-    encode,
 )
-from services.worker.convert import ended, engine_request, tokens_frame, wire_logprobs, wire_stats
+from services.worker import handoff_key
+from services.worker.convert import ended, engine_request, tokens_frame, wire_logprobs
 from services.worker.engine_client import DeadlinePassed, EngineClient
+from services.worker.shipping import hand_over, open_shipment, shipped_stats
 from transport.errors import TransportError
 from transport.sender import KvSender
 from transport.shipment import Shipment
@@ -76,8 +75,9 @@ class PrefillService:
                 frames = self._hand_off(request, request.handoff, request.reservation, events)
             else:
                 frames = self._only_token(request, events)
-            async for frame in frames:
-                yield frame
+            async with aclosing(frames):
+                async for frame in frames:
+                    yield frame
         except TransportError as error:
             yield Failure(message=str(error), kind="transfer")
         finally:
@@ -93,14 +93,7 @@ class PrefillService:
             return None
         if request.reservation is None:
             return Failure(message="a handoff needs a reservation", kind="invalid", param="reservation")
-        if handoff.prefill_incarnation != self._incarnation:
-            return Failure(message="the handoff names another incarnation of this worker", kind="unavailable")
-        expected = auth.handoff_key(
-            self._secret, handoff.handoff_id, handoff.attempt, self._incarnation, handoff.decode_incarnation
-        )
-        if not hmac.compare_digest(expected, handoff.key):
-            return Failure(message="the handoff key is not the gateway's", kind="invalid", param="handoff")
-        return None
+        return handoff_key.refusal(handoff, self._secret, self._incarnation, receives=False, now=time.time())
 
     async def _only_token(self, request: PrefillRequest, events: asyncio.Queue[Any]) -> AsyncGenerator[Frame, None]:
         """The whole answer is one token: nothing is held or shipped."""
@@ -119,21 +112,16 @@ class PrefillService:
         work = engine_request(request.work, prefill_only=True)
         self._engine.submit(AddRequest(work))
 
-        async def read(start: int, num_tokens: int, buffer: Buffer) -> bool:
-            return await self._engine.read_kv(work.request_id, start, num_tokens, buffer)
-
         # Opened before the prompt is computed: connecting and the greeting cost nothing then, and the open
         # transfer keeps decode's reservation alive while this request is queued.
-        shipment = await self._sender.open(
-            reservation.fabric_address,
-            peer_incarnation=handoff.decode_incarnation,
-            handoff_id=handoff.handoff_id,
-            attempt=handoff.attempt,
-            key=handoff.key,
-            start=reservation.num_cached_tokens,
+        shipment = await open_shipment(
+            self._sender,
+            self._engine,
+            work.request_id,
+            handoff,
+            reservation,
             end=work.num_tokens,
             deadline_s=request.work.deadline_s,
-            read=read,
         )
         ending = "prefill gave up"
         try:
@@ -165,15 +153,7 @@ class PrefillService:
         done: PrefillDone,
         first_at: float,
     ) -> Transferred:
-        await shipment.ship(work.num_tokens)
         state = HandoffState(index=first.index, token_id=first.token_id, logprobs=wire_logprobs(first.logprobs))
-        moved = await shipment.commit(encode(state))
+        moved = await hand_over(shipment, work.num_tokens, state)
         self._engine.submit(messages.Release(work.request_id))
-        stats = wire_stats(
-            done.stats,
-            transfer_bytes=moved.num_bytes,
-            transfer_s=moved.seconds,
-            transfer_wait_s=time.monotonic() - first_at,
-            lane=moved.lane,
-        )
-        return Transferred(stats=stats)
+        return Transferred(stats=shipped_stats(done.stats, moved, waited_s=time.monotonic() - first_at))

@@ -6,7 +6,10 @@ GET  /metrics       Prometheus; open
 GET  /v1/worker     WorkerInfo
 POST /v1/generate   decode and both
 POST /v1/prefill    prefill and both
-GET  /debug/ledger  blocks, requests and transfers by state
+POST /v1/hold       decode and both: stop a stream to move it, or let it go on
+POST /v1/ship       decode and both: ship the KV of a stream that is held
+GET  /debug/ledger  blocks, requests, leases and transfers by state, with ages
+PUT  /debug/faults  only with --test-faults: the faults from now on, as text; answers what was injected so far
 """
 
 from __future__ import annotations
@@ -33,8 +36,7 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 def create_app(worker: Worker) -> ASGIApp:
     registry = metrics.registry(
         metrics.WorkerCollector(
-            ledger=lambda: worker.ledger(),
-            counters=lambda: worker.fabric_counters(),
+            report=worker.report,
             labels=lambda: {
                 "role": worker.config.role,
                 "incarnation": worker.incarnation,
@@ -58,7 +60,7 @@ def create_app(worker: Worker) -> ASGIApp:
 
     async def ledger(_: Request) -> Response:
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        return JSONResponse(worker.ledger_report() | {"cpu_s": usage.ru_utime + usage.ru_stime})
+        return JSONResponse(worker.report() | {"cpu_s": usage.ru_utime + usage.ru_stime})
 
     async def generate(request: Request) -> Response | FrameStream:
         return await _stream(
@@ -70,6 +72,28 @@ def create_app(worker: Worker) -> ASGIApp:
             request, worker, protocol.decode_prefill, lambda: worker.prefill and worker.prefill.prefill
         )
 
+    async def hold(request: Request) -> Response:
+        return await _hold(request, worker)
+
+    async def ship(request: Request) -> Response | FrameStream:
+        return await _stream(
+            request,
+            worker,
+            protocol.decode_ship,
+            lambda: worker.decode and worker.decode.departure.ship,
+            also_draining=True,
+        )
+
+    async def faults(request: Request) -> Response:
+        assert worker.faults is not None
+        injected = worker.faults.injected()
+        try:
+            if request.method == "PUT":
+                worker.faults.set((await _body(request)).decode())
+        except (ProtocolError, ValueError) as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        return JSONResponse(injected)
+
     routes = [
         Route("/health", health),
         Route("/ready", ready),
@@ -78,7 +102,11 @@ def create_app(worker: Worker) -> ASGIApp:
         Route("/debug/ledger", ledger),
         Route("/v1/generate", generate, methods=["POST"]),
         Route("/v1/prefill", prefill, methods=["POST"]),
+        Route("/v1/hold", hold, methods=["POST"]),
+        Route("/v1/ship", ship, methods=["POST"]),
     ]
+    if worker.faults is not None:
+        routes.append(Route("/debug/faults", faults, methods=["GET", "PUT"]))
     return ServiceTokenRequired(Starlette(routes=routes), worker.config.secret_value)
 
 
@@ -98,13 +126,29 @@ class ServiceTokenRequired:
         await self._app(scope, receive, send)
 
 
+async def _hold(request: Request, worker: Worker) -> Response:
+    if worker.decode is None:
+        return JSONResponse({"error": f"this {worker.config.role} worker is {worker.state}"}, status_code=503)
+    try:
+        message = protocol.decode_hold(await _body(request))
+    except ProtocolError as error:
+        return JSONResponse({"error": str(error)}, status_code=400)
+    frame = await worker.decode.departure.hold(message)
+    return Response(protocol.encode_frame(frame), media_type=protocol.FRAMES_MEDIA_TYPE)
+
+
 async def _stream(
-    request: Request, worker: Worker, decode: Callable[[bytes], object], service: Callable[[], object]
+    request: Request,
+    worker: Worker,
+    decode: Callable[[bytes], object],
+    service: Callable[[], object],
+    *,
+    also_draining: bool = False,
 ) -> Response | FrameStream:
     handle = service()
-    if worker.state == "draining":
+    if worker.state == "draining" and not also_draining:
         return Response(protocol.encode_frame(Busy(message="draining")), media_type=protocol.FRAMES_MEDIA_TYPE)
-    if worker.state != "ready" or handle is None:
+    if worker.state not in ("ready", "draining") or handle is None:
         return JSONResponse({"error": f"this {worker.config.role} worker is {worker.state}"}, status_code=503)
     try:
         message = decode(await _body(request))

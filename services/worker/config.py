@@ -43,7 +43,19 @@ class WorkerConfig(BaseModel):
     threads: int | None = Field(None, ge=1, description="threads of one tensor operation; default: one a core")
     max_segment_bytes: int = Field(4 << 20, ge=4096, description="most KV bytes in one fabric message")
     max_staging_bytes: int = Field(256 << 20, ge=1 << 20, description="most host memory for KV that is on its way")
+    fabric_silence_s: float = Field(
+        10.0, gt=0, description="seconds without an answer after which prefill gives a decode worker up"
+    )
     drain_s: float = Field(30.0, ge=0, description="seconds running requests get after SIGTERM")
+    leave_after_s: float = Field(
+        5.0,
+        ge=0,
+        description="seconds of the drain after which streams that still run are moved to other workers",
+    )
+    test_faults: str | None = Field(
+        None,
+        description="for tests: faults to inject, see transport.faults; opens /debug/faults; empty: none at first",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line logged")
 
     @field_validator("listen", "fabric_listen")

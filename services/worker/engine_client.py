@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from engine import messages
 from engine.loop import EngineThread
-from engine.messages import Buffer, Command, EngineFailed, KvRead, KvWritten
+from engine.messages import Buffer, Command, EngineFailed, Finished, KvRead, KvWritten, Released
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ class EngineClient:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._copies: dict[tuple[type, str, int], asyncio.Future[bool]] = {}
         self._failed: str | None = None
+        self.num_finished: Counter[str] = Counter()
+        """Requests that ended in the engine, by reason; "released" are those whose KV was shipped away."""
 
     def attach(self, thread: EngineThread) -> None:
         self._thread = thread
@@ -101,6 +104,10 @@ class EngineClient:
 
     def _dispatch(self, events: list[messages.Event]) -> None:
         for event in events:
+            if isinstance(event, Finished):
+                self.num_finished[event.reason] += 1
+            elif isinstance(event, Released):
+                self.num_finished["released"] += 1
             if isinstance(event, KvRead | KvWritten):
                 future = self._copies.pop((type(event), event.request_id, event.start), None)
                 if future is not None and not future.done():

@@ -32,7 +32,10 @@ class StartedEngine:
 
 
 def start_engine(
-    config: WorkerConfig, on_events: Callable[[list[Event]], None], progress: Callable[[int, int], None]
+    config: WorkerConfig,
+    on_events: Callable[[list[Event]], None],
+    progress: Callable[[int, int], None],
+    before_step: Callable[[], None] | None = None,
 ) -> StartedEngine:
     """Load the model and start the engine thread. `progress` gets weight bytes (done, total) on this thread.
     Raises EngineError."""
@@ -51,7 +54,7 @@ def start_engine(
     fingerprint = model_fingerprint(config.model, model)
     runner = load_runner(config.model, dtype=dtype, device=config.device, config=engine_config, progress=progress)
     engine = Engine(engine_config, runner, vocab_size=model.vocab_size, model_fingerprint=fingerprint.encode())
-    thread = EngineThread(engine, on_events)
+    thread = EngineThread(engine, on_events, before_step=before_step)
     thread.start()
     return StartedEngine(
         thread=thread,

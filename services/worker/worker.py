@@ -11,14 +11,16 @@ import logging
 import os
 import time
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError
 from engine.messages import LedgerSnapshot
 from services.lifecycle import parse_address
 from services.protocol import PROTOCOL_VERSION, Fingerprint, WorkerInfo
+from services.worker import ledger_report
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient
+from services.worker.fault_shim import FaultShim
 from transport.errors import TransportError
 from transport.layout import KvLayout
 from transport.messages import Hello
@@ -35,8 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 STOP_S = 5.0
 PROBE_TOKENS = 16
-GAUGES = frozenset({"open", "staging_bytes", "quarantined_bytes", "connections"})
-"""Values of a fabric snapshot that go up and down; the others only rise."""
+FINISH_REASONS = ("stop", "length", "abort", "error", "released")
 
 
 class StartFailed(Exception):
@@ -57,6 +58,7 @@ class Worker:
         self.probe_result: ProbeResult | None = None
         self._load_progress = 0.0
         self._thread: EngineThread | None = None
+        self.faults = FaultShim(config.test_faults) if config.test_faults is not None else None
         self._plane: Plane | None = None
         self._receiver: KvReceiver | None = None
         self._sender: KvSender | None = None
@@ -80,6 +82,8 @@ class Worker:
     def drain(self) -> None:
         if self.state == "ready":
             self.state = "draining"
+            if self.decode is not None:
+                asyncio.get_running_loop().call_later(self.config.leave_after_s, self.decode.departure.announce)
             logger.info("draining: %d requests in hand", self.engine.num_open)
 
     def is_idle(self) -> bool:
@@ -118,28 +122,15 @@ class Worker:
     def ledger(self) -> LedgerSnapshot | None:
         return self._thread.ledger() if self._thread is not None else None
 
-    def fabric_counters(self) -> dict[str, int]:
-        """Totals of both sides of the fabric since the start, by name."""
-        return {
-            f"{side}_{name}": value
-            for side, part in (("receiver", self._receiver), ("sender", self._sender))
-            if part is not None
-            for name, value in part.snapshot().items()
-            if isinstance(value, int) and name not in GAUGES
-        }
-
-    def ledger_report(self) -> dict[str, object]:
-        """For /debug/ledger: blocks and requests by state, transfers by state, staging memory."""
-        ledger = self.ledger()
-        blocks = ("num_blocks", "free", "cached", "running", "reserved", "held")
+    def report(self) -> dict[str, Any]:
+        """For /debug/ledger and the metrics."""
+        progress = self._thread.progress() if self._thread is not None else (0.0, 0.0)
         return {
             "incarnation": self.incarnation,
-            "blocks": {name: getattr(ledger, name) for name in blocks} if ledger else {},
-            "requests": dict(ledger.requests) if ledger else {},
             "open_streams": self.engine.num_open,
+            "finished": {reason: self.engine.num_finished[reason] for reason in FINISH_REASONS},
             "lane": self.probe_result.lane if self.probe_result else "",
-            "receiver": self._receiver.snapshot() if self._receiver else {},
-            "sender": self._sender.snapshot() if self._sender else {},
+            **ledger_report.report(self.ledger(), self._receiver, self._sender, progress),
         }
 
     def _fail(self, reason: str) -> None:
@@ -156,7 +147,8 @@ class Worker:
         def progress(done: int, total: int) -> None:
             self._load_progress = min(1.0, done / max(1, total))
 
-        started = await asyncio.to_thread(start_engine, self.config, self.engine.deliver, progress)
+        before_step = self.faults.before_step if self.faults is not None else None
+        started = await asyncio.to_thread(start_engine, self.config, self.engine.deliver, progress, before_step)
         self._thread = started.thread
         self.engine.attach(started.thread)
         self._load_progress = 1.0
@@ -186,6 +178,9 @@ class Worker:
         host, port = parse_address(config.fabric_listen)
         plane = self._plane = await _open_plane(config, host, port)
         self.probe_result = await probe(plane, layout, PROBE_TOKENS)
+        if self.faults is not None:
+            logger.warning("faults are injected on purpose: --test-faults")
+            plane = self.faults.wrap(plane)
         logger.info(
             "fabric probe: %d bytes moved over %s in %.1f ms",
             self.probe_result.num_bytes,
@@ -201,6 +196,9 @@ class Worker:
             "incarnation": self.incarnation,
             "max_queued": config.max_queued,
         }
+        self._sender = KvSender(
+            plane, layout, hello, max_segment_bytes=config.max_segment_bytes, silence_s=config.fabric_silence_s
+        )
         if config.role in ("decode", "both"):
             self._receiver = KvReceiver(
                 plane,
@@ -210,10 +208,9 @@ class Worker:
                 max_staging_bytes=config.max_staging_bytes,
             )
             await self._receiver.start()
-            self.decode = DecodeService(self.engine, self._receiver, **shared)  # type: ignore[arg-type]
+            self.decode = DecodeService(self.engine, self._receiver, self._sender, **shared)  # type: ignore[arg-type]
             logger.info("fabric listens on %s", self._receiver.address)
         if config.role in ("prefill", "both"):
-            self._sender = KvSender(plane, layout, hello, max_segment_bytes=config.max_segment_bytes)
             self.prefill = PrefillService(self.engine, self._sender, **shared)  # type: ignore[arg-type]
 
 

@@ -157,3 +157,31 @@ def test_sigterm_lets_running_requests_end_and_exits_with_zero(
         assert texts(futures) == undisturbed
         assert victim.wait() == 0
         cluster.assert_idle()
+
+
+@pytest.mark.parametrize(("migrate", "path"), [("ship", "moved"), ("recompute", "pair")])
+def test_streams_of_a_draining_decode_worker_are_moved_without_a_seam(
+    model: Path, pool: ThreadPoolExecutor, migrate: str, path: str
+) -> None:
+    flags = {"prefill": FLAGS, "decode": [*FLAGS, "--leave-after-s", "0", "--drain-s", "60"]}
+    roles, gateway_flags = ["prefill", "decode", "decode"], [*ALWAYS_HAND_OFF, "--migrate", migrate]
+    with running(model, roles, worker_flags=flags, gateway_flags=gateway_flags) as cluster:
+        undisturbed = texts(send(cluster, pool))
+        before = num_attempts(cluster, path)
+        events = Events(5)
+        futures = send(cluster, pool, events)
+        events.wait()
+        leaving = cluster.of_role("decode")[0]
+        leaving.send(signal.SIGTERM)
+        assert texts(futures) == undisturbed
+        assert leaving.wait() == 0
+        usual = NUM_REQUESTS if path == "pair" else 0
+        assert num_attempts(cluster, path) - before > usual, "streams were still running"
+        retries = [r for r in cluster.records() if any("lost" in attempt["outcome"] for attempt in r["attempts"])]
+        assert not retries
+        assert texts(send(cluster, pool)) == undisturbed
+        cluster.assert_idle()
+
+
+def num_attempts(cluster: Cluster, path: str) -> int:
+    return sum(attempt["path"] == path for record in cluster.records() for attempt in record["attempts"])

@@ -127,7 +127,7 @@ def free_port() -> int:
 
 
 def ship(sender: Peer, receiver: Peer, number: int, *, hold_at: int | None = None, lease_s: float = 20.0) -> None:
-    receiver.do("expect", number=number, num_tokens=NUM_TOKENS, lease_s=lease_s)
+    receiver.do("expect", number=number, num_tokens=NUM_TOKENS, lease_s=lease_s, sender=sender.incarnation)
     receiver.wait("expecting", number=number)
     sender.do(
         "ship",

@@ -36,11 +36,11 @@ class TransferEnds(RuleBasedStateMachine):
         for size in sizes:
             self.unshipped.append((start, size))
             start += size
-        self.receiver = Receiver(Grant(b"h" * 16, ATTEMPT, KEY, self.start, self.end, LEASE_S), self.now + LEASE_S)
+        self.receiver = Receiver(Grant(b"h" * 16, ATTEMPT, KEY, self.start, self.end, LEASE_S, "p"), self.now + LEASE_S)
         self.sender = Sender(
             self.start, self.end, ATTEMPT, self.now + DEADLINE_S, silence_s=SILENCE_S, heard_at=self.now
         )
-        self.to_receiver: list[Any] = [events.Opened(ATTEMPT, KEY, self.start, self.end)]
+        self.to_receiver: list[Any] = [events.Opened(ATTEMPT, KEY, self.start, self.end, "p")]
         self.to_sender: list[Any] = []
         self.writing: set[int] = set()
         self.blocks: dict[int, int] = {}
@@ -229,8 +229,8 @@ class TransferEnds(RuleBasedStateMachine):
         late = self.receiver.num_late
         self.receive(
             [
-                events.Opened(ATTEMPT, b"wrong", self.start, self.end),
-                events.Opened(ATTEMPT - 1, KEY, self.start, self.end),
+                events.Opened(ATTEMPT, b"wrong", self.start, self.end, "p"),
+                events.Opened(ATTEMPT - 1, KEY, self.start, self.end, "p"),
                 events.SegmentArrived(ATTEMPT - 1, self.start, 1, 1, intact=True),
                 events.CommitArrived(ATTEMPT - 1, 1, b"stale"),
                 events.Renewed(ATTEMPT + 1),

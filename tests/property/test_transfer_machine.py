@@ -39,9 +39,9 @@ class TransferOverABadNetwork(RuleBasedStateMachine):
         for cut in cuts:
             self.unshipped.append((at, cut))
             at += cut
-        self.receiver = Receiver(Grant(b"h" * 16, 1, KEY, self.start, self.end, LEASE_S), deadline=LEASE_S)
+        self.receiver = Receiver(Grant(b"h" * 16, 1, KEY, self.start, self.end, LEASE_S, "p"), deadline=LEASE_S)
         self.sender = Sender(self.start, self.end, attempt=1, deadline=DEADLINE_S)
-        self.to_receiver: list[events.ReceiverEvent] = [events.Opened(1, KEY, self.start, self.end)]
+        self.to_receiver: list[events.ReceiverEvent] = [events.Opened(1, KEY, self.start, self.end, "p")]
         self.to_sender: list[events.SenderEvent] = []
         self.writing: list[int] = []
         self.ended_with: ReceiverState | None = None
@@ -153,7 +153,7 @@ class TransferOverABadNetwork(RuleBasedStateMachine):
         before = (self.receiver.state, dict(self.receiver.segments), len(self.writing))
         event: events.ReceiverEvent = events.CommitArrived(attempt, 1, b"other")
         if what == "open":
-            event = events.Opened(attempt, KEY, self.start, self.end)
+            event = events.Opened(attempt, KEY, self.start, self.end, "p")
         elif what == "segment":
             event = events.SegmentArrived(attempt, self.start, 1, 5, intact=True)
         self.at_receiver(event)
@@ -162,7 +162,7 @@ class TransferOverABadNetwork(RuleBasedStateMachine):
     @rule()
     def a_stranger_without_the_key_opens(self) -> None:
         before = self.receiver.state
-        self.at_receiver(events.Opened(1, WRONG_KEY, self.start, self.end))
+        self.at_receiver(events.Opened(1, WRONG_KEY, self.start, self.end, "p"))
         assert self.receiver.state is before
 
     @invariant()

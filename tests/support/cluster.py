@@ -154,6 +154,12 @@ class Cluster:
         assert response.status_code == 200, response.text
         return response.json()
 
+    def records(self) -> list[dict[str, Any]]:
+        """What the gateway remembers of its requests, running ones first, the newest before the others."""
+        response = httpx.get(self.gateway.admin_url + "/debug/requests", timeout=5)
+        records: list[dict[str, Any]] = response.json()
+        return records
+
     def wait_usable(self) -> None:
         """Until the gateway can use every worker that is alive."""
 

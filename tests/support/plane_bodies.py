@@ -81,7 +81,7 @@ class Pair:
 
     async def open(self, number: int = 0, *, key: bytes = KEY, lease_s: float = 30.0, **options: Any) -> Shipment:
         handoff_id = number.to_bytes(16, "big")
-        grant = Grant(handoff_id, attempt=1, key=KEY, start=8, end=NUM_TOKENS, lease_s=lease_s)
+        grant = Grant(handoff_id, attempt=1, key=KEY, start=8, end=NUM_TOKENS, lease_s=lease_s, sender="prefill")
         self.receiver.expect(grant, self.blocks)
 
         async def read(start: int, num_tokens: int, buffer: Any) -> bool:
@@ -263,7 +263,7 @@ async def either_side_giving_up_is_told_to_the_other_at_once(plane: Plane) -> No
 async def a_reservation_nobody_ships_to_expires(plane: Plane) -> None:
     pair = Pair(plane)
     await pair.receiver.start()
-    grant = Grant(bytes(16), attempt=1, key=KEY, start=0, end=8, lease_s=0.2)
+    grant = Grant(bytes(16), attempt=1, key=KEY, start=0, end=8, lease_s=0.2, sender="prefill")
     pair.receiver.expect(grant, pair.blocks)
     outcome, reason = await pair.blocks.outcome
     assert outcome == "failed"

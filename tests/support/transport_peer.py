@@ -61,8 +61,8 @@ class Receiver:
         await self._end.start()
         tell("address", address=self._end.address)
 
-    def expect(self, number: int, num_tokens: int, lease_s: float) -> None:
-        grant = Grant(number.to_bytes(16, "big"), 1, KEY, 0, num_tokens, lease_s)
+    def expect(self, number: int, num_tokens: int, lease_s: float, sender: str) -> None:
+        grant = Grant(number.to_bytes(16, "big"), 1, KEY, 0, num_tokens, lease_s, sender)
         self._end.expect(grant, TellingBlocks(number))
         tell("expecting", number=number)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.gateway.router import Needs, NoRoute, Route, WorkerView, choose, longest_request
+from services.gateway.router import Needs, NoRoute, Route, WorkerView, choose, choose_successor, longest_request
 from services.protocol import Fingerprint, Role, WorkerInfo
 
 FINGERPRINT = Fingerprint(wire_version=1, model="m", dtype="float32", num_layers=2, num_kv_heads=2, head_dim=16)
@@ -118,3 +118,22 @@ def test_the_longest_request_is_what_some_decode_side_holds() -> None:
     ]
     assert longest_request(workers) == 70
     assert longest_request(workers[:1]) == 0
+
+
+def test_a_stream_moves_to_the_least_loaded_worker_that_can_take_its_kv() -> None:
+    leaving = worker("d1", "decode")
+    others = [
+        leaving,
+        worker("p1", "prefill"),
+        worker("d2", "decode", num_requests=2),
+        worker("d3", "both", num_requests=1),
+        worker("d4", "decode", capacity_tokens=150),
+        worker("d5", "decode", dtype="bfloat16"),
+    ]
+    taken = choose_successor(others, NEEDS, leaving)
+    assert taken is not None
+    assert taken.info.incarnation == "d3"
+    taken = choose_successor(others, NEEDS, leaving, busy={"d3"})
+    assert taken is not None
+    assert taken.info.incarnation == "d2"
+    assert choose_successor(others, NEEDS, leaving, busy={"d2", "d3"}) is None

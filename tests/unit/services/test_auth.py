@@ -10,16 +10,17 @@ SECRET = "sixteen characters"
 
 
 def test_every_field_of_a_handoff_changes_its_key() -> None:
-    fields = (b"0123456789abcdef", 1, "p", "d")
+    fields = (b"0123456789abcdef", 1, "p", "d", 100)
     keys = {
         auth.handoff_key(SECRET, *fields),
         auth.handoff_key("another secret of ours", *fields),
-        auth.handoff_key(SECRET, b"0123456789abcdeg", 1, "p", "d"),
-        auth.handoff_key(SECRET, b"0123456789abcdef", 2, "p", "d"),
-        auth.handoff_key(SECRET, b"0123456789abcdef", 1, "pd", ""),
-        auth.handoff_key(SECRET, b"0123456789abcdef", 1, "", "pd"),
+        auth.handoff_key(SECRET, b"0123456789abcdeg", 1, "p", "d", 100),
+        auth.handoff_key(SECRET, b"0123456789abcdef", 2, "p", "d", 100),
+        auth.handoff_key(SECRET, b"0123456789abcdef", 1, "pd", "", 100),
+        auth.handoff_key(SECRET, b"0123456789abcdef", 1, "", "pd", 100),
+        auth.handoff_key(SECRET, b"0123456789abcdef", 1, "p", "d", 101),
     }
-    assert len(keys) == 6
+    assert len(keys) == 7
     assert auth.handoff_key(SECRET, *fields) in keys
 
 

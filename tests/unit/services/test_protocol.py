@@ -44,9 +44,19 @@ async def test_a_length_is_checked_before_anything_is_kept_for_it() -> None:
         await read(b"\xff\xff\xff\xff")
 
 
+_DECODERS = (
+    protocol.decode_generate,
+    protocol.decode_prefill,
+    protocol.decode_hold,
+    protocol.decode_ship,
+    protocol.decode_worker_info,
+    protocol.decode_handoff_state,
+)
+
+
 @given(body=st.binary(max_size=200))
 def test_any_bytes_are_a_request_or_a_protocol_error(body: bytes) -> None:
-    for decode in (protocol.decode_generate, protocol.decode_prefill, protocol.decode_worker_info):
+    for decode in _DECODERS:
         with pytest.raises(ProtocolError):
             decode(body)
 
@@ -57,8 +67,8 @@ def test_another_version_an_unknown_field_and_a_wrong_type_are_refused() -> None
     )
     request = protocol.GenerateRequest(work=work)
     assert protocol.decode_generate(protocol.encode(request)) == request
-    with pytest.raises(ProtocolError, match="version 2"):
-        protocol.decode_generate(protocol.encode(protocol.GenerateRequest(work=work, version=2)))
+    with pytest.raises(ProtocolError, match="version 3"):
+        protocol.decode_generate(protocol.encode(protocol.GenerateRequest(work=work, version=3)))
     for wrong in ({"work": {}}, {"work": protocol.msgspec.to_builtins(work), "extra": 1}):
         with pytest.raises(ProtocolError):
             protocol.decode_generate(protocol.msgspec.msgpack.encode(wrong))

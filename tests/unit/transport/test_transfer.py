@@ -34,8 +34,8 @@ DIGEST = digest([(0, 4, 11), (4, 4, 12)])
 
 
 def opened() -> Receiver:
-    receiver = Receiver(Grant(b"h" * 16, 1, KEY, 0, 8, lease_s=5.0), deadline=5.0)
-    assert receiver.handle(Opened(1, KEY, 0, 8), 0.0) == []
+    receiver = Receiver(Grant(b"h" * 16, 1, KEY, 0, 8, lease_s=5.0, sender="p"), deadline=5.0)
+    assert receiver.handle(Opened(1, KEY, 0, 8, "p"), 0.0) == []
     assert receiver.state is ReceiverState.RECEIVING
     return receiver
 
@@ -109,8 +109,8 @@ def test_a_segment_outside_the_grant_or_over_another_ends_the_transfer() -> None
 
 
 def test_nothing_counts_before_the_key_was_shown() -> None:
-    receiver = Receiver(Grant(b"h" * 16, 1, KEY, 0, 8, lease_s=5.0), deadline=5.0)
-    assert receiver.handle(Opened(1, b"wrong" * 6, 0, 8), 0.0) == [Refuse("the key is not that of the grant")]
+    receiver = Receiver(Grant(b"h" * 16, 1, KEY, 0, 8, lease_s=5.0, sender="p"), deadline=5.0)
+    assert receiver.handle(Opened(1, b"wrong" * 6, 0, 8, "p"), 0.0) == [Refuse("the key is not that of the grant")]
     assert receiver.handle(segment(0), 0.0) == []
     assert receiver.state is ReceiverState.EXPECTED
     assert receiver.num_late == 2

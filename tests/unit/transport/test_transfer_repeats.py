@@ -32,8 +32,8 @@ SEGMENT = SegmentArrived(1, 0, 4, 11, intact=True)
 
 
 def opened() -> Receiver:
-    receiver = Receiver(Grant(b"h" * 16, 1, KEY, 0, 4, lease_s=50.0), deadline=50.0)
-    receiver.handle(Opened(1, KEY, 0, 4), 0.0)
+    receiver = Receiver(Grant(b"h" * 16, 1, KEY, 0, 4, lease_s=50.0, sender="p"), deadline=50.0)
+    receiver.handle(Opened(1, KEY, 0, 4, "p"), 0.0)
     return receiver
 
 
@@ -67,7 +67,7 @@ def test_a_failed_receiver_says_so_again_to_a_sender_that_has_not_heard() -> Non
     assert receiver.handle(COMMIT, 2.0) == [TellAbort("decode gave up")]
     assert receiver.handle(Renewed(1), 2.0) == [TellAbort("decode gave up")]
     assert receiver.handle(Renewed(2), 2.0) == []
-    assert isinstance(receiver.handle(Opened(1, KEY, 0, 4), 2.0)[0], Refuse)
+    assert isinstance(receiver.handle(Opened(1, KEY, 0, 4, "p"), 2.0)[0], Refuse)
     assert receiver.handle(SEGMENT, 2.0) == []
     assert receiver.state is ReceiverState.FAILED
 
@@ -109,10 +109,10 @@ def test_a_repeated_segment_is_dropped_and_counted() -> None:
 
 
 def test_an_open_by_the_wrong_one_is_refused_by_the_name_of_what_differs() -> None:
-    receiver = Receiver(Grant(b"h" * 16, 2, KEY, 0, 4, lease_s=5.0), deadline=5.0)
-    assert receiver.handle(Opened(1, KEY, 0, 4), 0.0) == [Refuse("the attempt is not that of the grant")]
-    assert receiver.handle(Opened(2, b"", 0, 4), 0.0) == [Refuse("the key is not that of the grant")]
+    receiver = Receiver(Grant(b"h" * 16, 2, KEY, 0, 4, lease_s=5.0, sender="p"), deadline=5.0)
+    assert receiver.handle(Opened(1, KEY, 0, 4, "p"), 0.0) == [Refuse("the attempt is not that of the grant")]
+    assert receiver.handle(Opened(2, b"", 0, 4, "p"), 0.0) == [Refuse("the key is not that of the grant")]
     assert receiver.state is ReceiverState.EXPECTED
     assert receiver.deadline == 5.0, "and does not keep the reservation alive"
-    assert receiver.handle(Opened(2, KEY, 0, 4), 0.0) == []
+    assert receiver.handle(Opened(2, KEY, 0, 4, "p"), 0.0) == []
     assert receiver.state is ReceiverState.RECEIVING

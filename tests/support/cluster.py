@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from openai import OpenAI
 
 from services import auth
 from services.protocol import WorkerInfo, decode_worker_info
+from tests.support.netns import Namespace
 
 SECRET = "a secret for tests only"
 START_S = 120.0
@@ -40,6 +41,9 @@ def free_port() -> int:
 class Process:
     """One kvbaton process; its output goes to a file that a failed wait shows."""
 
+    prefix: Sequence[str] = ()
+    """Before the command."""
+
     def __init__(self, *arguments: str, environ: dict[str, str] | None = None) -> None:
         self.arguments = arguments
         self._environ = environ or {}
@@ -50,7 +54,7 @@ class Process:
     def start(self) -> None:
         environ = os.environ | {"KVBATON__SECRET": SECRET, "PYTHONUNBUFFERED": "1"} | self._environ
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "services.cli", *self.arguments],
+            [*self.prefix, sys.executable, "-m", "services.cli", *self.arguments],
             cwd=ROOT,
             env=environ,
             stdin=subprocess.DEVNULL,
@@ -92,14 +96,27 @@ class Process:
 
 
 class WorkerProcess(Process):
-    def __init__(self, role: str, model: Path, *flags: str, environ: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        role: str,
+        model: Path,
+        *flags: str,
+        environ: dict[str, str] | None = None,
+        behind: Namespace | None = None,
+    ) -> None:
+        """`behind`: the network namespace that it runs in."""
         self.role = role
-        self.url = f"http://127.0.0.1:{free_port()}"
+        host = behind.guest if behind else "127.0.0.1"
+        self.prefix = behind.prefix if behind else ()
+        self.url = f"http://{host}:{free_port()}"
         listen = self.url.removeprefix("http://")
         super().__init__(role, "--model", str(model), "--listen", listen, "--threads", "1", *flags, environ=environ)
 
     def get(self, path: str, timeout_s: float = 5.0) -> httpx.Response:
         return httpx.get(self.url + path, headers=dict(auth.request_headers(SECRET)), timeout=timeout_s)
+
+    def put(self, path: str, text: str) -> httpx.Response:
+        return httpx.put(self.url + path, content=text, headers=dict(auth.request_headers(SECRET)), timeout=5)
 
     def info(self) -> WorkerInfo:
         return decode_worker_info(self.get("/v1/worker").content)
@@ -160,7 +177,7 @@ class Cluster:
         records: list[dict[str, Any]] = response.json()
         return records
 
-    def wait_usable(self) -> None:
+    def wait_usable(self, timeout_s: float = SETTLE_S) -> None:
         """Until the gateway can use every worker that is alive."""
 
         def all_usable() -> bool:
@@ -168,7 +185,7 @@ class Cluster:
             alive = {worker.url: worker.info().incarnation for worker in self.workers}
             return all(w["usable"] and w["info"]["incarnation"] == alive[w["url"]] for w in workers)
 
-        wait_until(all_usable, "every worker is usable", self.gateway)
+        wait_until(all_usable, "every worker is usable", self.gateway, timeout_s)
 
     def assert_idle(self) -> None:
         """Within SETTLE_S nothing of any request is left on any live worker."""
@@ -200,9 +217,20 @@ def running(
     *,
     worker_flags: dict[str, list[str]] | None = None,
     gateway_flags: list[str] | None = None,
+    fixed_fabric_ports: bool = False,
+    behind: dict[str, Namespace] | None = None,
 ) -> Iterator[Cluster]:
-    """Processes of these roles and a gateway, ready; stopped at the end, each with status 0 unless it was killed."""
-    workers = [WorkerProcess(role, model, *(worker_flags or {}).get(role, [])) for role in roles]
+    """Processes of these roles and a gateway, ready; stopped at the end, each with status 0 unless it was killed.
+    `fixed_fabric_ports`: a worker that is restarted has the same fabric address again. `behind`: where the first
+    worker of a role runs; the others can be reached from there."""
+    workers: list[WorkerProcess] = []
+    near = next(iter(behind.values())).host if behind else "127.0.0.1"
+    for role in roles:
+        first = role not in {worker.role for worker in workers}
+        space = (behind or {}).get(role) if first else None
+        host = space.guest if space else near
+        fabric = ["--fabric-listen", f"{host}:{free_port() if fixed_fabric_ports else 0}"]
+        workers.append(WorkerProcess(role, model, *(worker_flags or {}).get(role, []), *fabric, behind=space))
     gateway = GatewayProcess(model, [worker.url for worker in workers], *(gateway_flags or []))
     cluster = Cluster(workers, gateway)
     try:
@@ -218,9 +246,9 @@ def running(
     assert all(status in (0, -signal.SIGKILL) for status in statuses.values()), statuses
 
 
-def wait_until(condition: Any, what: str, process: Process, timeout_s: float = SETTLE_S) -> None:
-    """Ask until it is so; AssertionError with the process's last lines after `timeout_s`."""
-    _wait(condition, timeout_s, process, lambda: what)
+def wait_until(condition: Any, what: str | Callable[[], str], process: Process, timeout_s: float = SETTLE_S) -> None:
+    """Ask until it is so; AssertionError with `what` and the process's last lines after `timeout_s`."""
+    _wait(condition, timeout_s, process, what if callable(what) else lambda: what)
 
 
 def _wait(condition: Any, timeout_s: float, process: Process, detail: Any = None) -> None:

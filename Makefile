@@ -3,13 +3,15 @@
 #   make demo    one chat request, end to end  CUDA=12|13       with cupy and the matching UCX build
 #   make serve   gateway + prefill + decode on this machine, until Ctrl-C
 #   make test    every test                    ARGS="-k name"   passed on to pytest (and to serve)
+#   make soak    1,000 random fault schedules, totals at the end    ARGS="--schedules 50 --seed 7"
+#   make fuzz    every decoder of network bytes, a bounded time each    FUZZ_SECONDS=60
 #   make check   format, lint, types, layers
 #   make bench   benchmarks, JSON to build/bench
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo serve test check bench format lock clean
+.PHONY: setup demo serve test soak fuzz check bench format lock clean
 
 setup: $(STAMP)
 
@@ -25,6 +27,13 @@ serve: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak $(ARGS)
+
+fuzz: $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check "atheris>=3,<4" || true
+	$(BIN)/python -m tests.fuzz all $(or $(FUZZ_SECONDS),20)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

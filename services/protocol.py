@@ -33,6 +33,8 @@ FRAMES_MEDIA_TYPE = "application/vnd.kvbaton.frames"
 Role = Literal["prefill", "decode", "both"]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
+Seconds = Annotated[float, Meta(ge=0, le=1e7)]
+"""Finite: NaN passes no comparison."""
 
 
 class ProtocolError(Exception):
@@ -72,7 +74,7 @@ class Work(Message, frozen=True):
     """The gateway's own id, unique for each attempt; also the trace id in logs."""
     prompt_token_ids: list[int]
     sampling: Sampling
-    deadline_s: float
+    deadline_s: Seconds
     """Seconds from receipt after which the worker ends the request by itself."""
     output_token_ids: list[int] = []
     """Already generated, after a retry or a migration."""
@@ -134,7 +136,7 @@ class ShipRequest(Message, frozen=True):
     """Ship the KV of a held request to where it was reserved, with its last token in the commit."""
 
     request_id: Name
-    deadline_s: float
+    deadline_s: Seconds
     handoff: Handoff
     reservation: Reservation
     version: int = PROTOCOL_VERSION

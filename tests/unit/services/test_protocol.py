@@ -78,3 +78,13 @@ def test_a_fingerprint_names_the_first_field_that_differs() -> None:
     one = protocol.Fingerprint(wire_version=1, model="m", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=8)
     assert one.difference(one) is None
     assert one.difference(protocol.msgspec.structs.replace(one, head_dim=16)) == "head_dim"
+
+
+@pytest.mark.parametrize("deadline_s", [float("nan"), float("inf"), -1.0])
+def test_a_deadline_is_a_time(deadline_s: float) -> None:
+    """NaN passes no comparison, and a timer that is set to it never fires."""
+    work = protocol.Work(
+        request_id="r", prompt_token_ids=[1], sampling=protocol.Sampling(max_tokens=1, seed=0), deadline_s=deadline_s
+    )
+    with pytest.raises(ProtocolError, match="deadline_s"):
+        protocol.decode_generate(protocol.encode(protocol.GenerateRequest(work=work)))

@@ -186,7 +186,9 @@ class Handoffs:
                     run.prefill_done = True
                 case Leaving() if self._settings.migrate == "ship" and side == "decode":
                     if run.migration is None:
-                        run.migration = Migration(run.attempt, self._client, self._cluster, self._settings)
+                        run.migration = Migration(
+                            run.attempt, self._client, self._cluster, self._settings, self._count_migration
+                        )
                 case Leaving():
                     run.recompute = self._settings.migrate == "recompute" and self._has_successor(run.attempt)
                 case Busy():
@@ -201,6 +203,9 @@ class Handoffs:
             if run.over:
                 break
         return tokens
+
+    def _count_migration(self, outcome: str) -> None:
+        self._metrics.migrations.labels(outcome).inc()
 
     def _has_successor(self, attempt: Attempt) -> bool:
         worker = attempt.route.decode

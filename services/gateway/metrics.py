@@ -52,6 +52,7 @@ class GatewayMetrics:
         self.cached_tokens = self._counter("cached_prompt_tokens", "Prompt tokens found in a prefix cache")
         self.attempts = self._counter("attempts", "Attempts by the way the prompt was computed", "path")
         self.retries = self._counter("retries", "Attempts after a failed one", "reason")
+        self.migrations = self._counter("migrations", "Tries to move a stream off a worker that leaves", "outcome")
         self.busy = self._counter("busy_answers", "Times a worker had no room", "role")
         self.transfer_bytes = self._counter("transfer_bytes", "KV bytes that prefill workers shipped")
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _TTFT_BUCKETS)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from services.gateway.attempt import Attempt, AttemptFailed, AttemptSettings
 from services.gateway.cluster import ClusterView
@@ -29,13 +30,22 @@ HOLD_TIMEOUT_S = 6.0
 class Migration:
     """Of one attempt whose worker leaves."""
 
-    def __init__(self, attempt: Attempt, client: WorkerClient, cluster: ClusterView, settings: AttemptSettings) -> None:
+    def __init__(
+        self,
+        attempt: Attempt,
+        client: WorkerClient,
+        cluster: ClusterView,
+        settings: AttemptSettings,
+        count: Callable[[str], None],
+    ) -> None:
+        """`count` is told how each try ended: moved, resumed, or not held."""
         assert attempt.route.decode is not None, "only a decode worker says that it leaves"
         self._attempt = attempt
         self._worker: WorkerView = attempt.route.decode
         self._client = client
         self._cluster = cluster
         self._settings = settings
+        self._count = count
         self._held_at: int | None = None
         self._retry_at = 0.0
 
@@ -46,11 +56,15 @@ class Migration:
             self._retry_at = _now() + RETRY_S
             if self._successor(set()) is not None:
                 self._held_at = await self._hold()
+                if self._held_at is None:
+                    self._count("not held")
         if self._held_at is None or len(job.output_token_ids) < self._held_at:
             return None
         successor = await self._take_over()
+        self._count("moved" if successor is not None else "resumed")
         if successor is None:
             self._held_at = None
+            self._retry_at = _now() + RETRY_S
             await self._ask(HoldRequest(request_id=self._attempt.work_id, resume=True))
         return successor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ NUM_SCHEDULES = 30
 
 
 @pytest.mark.timeout(600)
-def test_random_schedules_lose_leak_and_invent_nothing(tmp_path: Path) -> None:
+def test_random_schedules_lose_leak_and_invent_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_tiny_model(tmp_path / "tiny", hidden=128, layers=4)
     totals = soak(model, seed=20, numbers=range(NUM_SCHEDULES), progress=print)
-    print(totals.shown())
+    with capsys.disabled():
+        print("\nsoak: " + json.dumps(totals.shown()))
     assert totals.clean, totals.shown()
     assert totals.num_schedules == NUM_SCHEDULES
     assert sum(totals.injected.values()) > NUM_SCHEDULES / 2, "faults did happen"

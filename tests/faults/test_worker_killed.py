@@ -183,5 +183,49 @@ def test_streams_of_a_draining_decode_worker_are_moved_without_a_seam(
         cluster.assert_idle()
 
 
+def test_a_stream_that_nobody_has_room_for_goes_on_where_it_is(model: Path, pool: ThreadPoolExecutor) -> None:
+    """It is held, refused elsewhere, and resumed, several times over."""
+    flags = {
+        "prefill": FLAGS,
+        "decode": [*FLAGS, "--leave-after-s", "0", "--drain-s", "60", "--test-faults", ""],
+        "both": ["--num-blocks", "30", "--max-batch-tokens", "64", "--max-num-seqs", "1"],
+    }
+    roles = ["prefill", "decode", "both"]
+    with running(model, roles, worker_flags=flags, gateway_flags=ALWAYS_HAND_OFF) as cluster:
+        undisturbed = texts(send(cluster, pool))
+        leaving = cluster.of_role("decode")[0]
+        leaving.put("/debug/faults", "pause:step:*:0.03").raise_for_status()
+        futures = send(cluster, pool)
+        wait_until(lambda: leaving.ledger()["requests"]["running"] >= 3, "streams are running", leaving)
+        leaving.send(signal.SIGTERM)
+        assert texts(futures) == undisturbed
+        assert leaving.wait() == 0
+        page = httpx.get(cluster.gateway.admin_url + "/metrics", timeout=5).text
+        migrations = [line for line in page.splitlines() if line.startswith("kvbaton_gateway_migrations_total")]
+        assert any("resumed" in line for line in migrations), migrations
+        cluster.assert_idle()
+
+
+def test_without_any_prefill_worker_decode_computes_and_one_that_returns_is_used(
+    model: Path, pool: ThreadPoolExecutor
+) -> None:
+    flags = {"prefill": FLAGS, "decode": FLAGS}
+    with running(model, ["prefill", "decode"], worker_flags=flags, gateway_flags=ALWAYS_HAND_OFF) as cluster:
+        undisturbed = texts(send(cluster, pool))
+        prefill = cluster.of_role("prefill")[0]
+        prefill.send(signal.SIGKILL)
+        prefill.wait()
+        for _ in range(3):
+            assert texts(send(cluster, pool)) == undisturbed
+        assert num_attempts(cluster, "local") >= 2 * NUM_REQUESTS
+        prefill.start()
+        prefill.wait_ready()
+        cluster.wait_usable()
+        before = num_attempts(cluster, "pair")
+        assert texts(send(cluster, pool)) == undisturbed
+        assert num_attempts(cluster, "pair") == before + NUM_REQUESTS
+        cluster.assert_idle()
+
+
 def num_attempts(cluster: Cluster, path: str) -> int:
     return sum(attempt["path"] == path for record in cluster.records() for attempt in record["attempts"])

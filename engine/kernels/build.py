@@ -71,14 +71,20 @@ def _built() -> Path:
     """The shared library, built if it is not there yet."""
     root = cache_dir()
     key = build_key()
-    library = root / key / f"{NAME}.so"
-    if library.exists():
-        return library
-    root.mkdir(parents=True, exist_ok=True)
-    with _locked(root / f"{key}.lock"):
-        if not library.exists():
-            _build(root, key)
+    library = _library(root / key)
+    if library is None:
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root / f"{key}.lock"):
+            if _library(root / key) is None:
+                _build(root, key)
+        library = _library(root / key)
+    assert library is not None
     return library
+
+
+def _library(directory: Path) -> Path | None:
+    """torch numbers the names of what one process builds again."""
+    return next(directory.glob(f"{NAME}*.so"), None)
 
 
 def _build(root: Path, key: str) -> None:
@@ -108,7 +114,7 @@ def _build(root: Path, key: str) -> None:
 
 
 def _import(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(NAME, path)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -129,7 +135,16 @@ def _flags() -> list[str]:
     elif platform.machine() == "aarch64":
         vectors += ["-mcpu=native"]
     quiet = ["-Wno-unknown-pragmas", "-Wno-ignored-attributes"]
-    return ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", *vectors, *quiet, *_sanitizer_flags()]
+    return [
+        "-O3",
+        "-fopenmp",
+        "-fvisibility=hidden",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        *vectors,
+        *quiet,
+        *_sanitizer_flags(),
+    ]
 
 
 def _sanitizer_flags() -> list[str]:

@@ -31,6 +31,12 @@ class WorkerConfig(BaseModel):
     secret_file: Path | None = Field(None, description="file with the secret that all processes of a system share")
     device: str = Field("cpu", description="torch device: cpu, cuda, cuda:1")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="weights and KV; auto: as the model says")
+    quantization: Literal["auto", "none", "int8"] = Field(
+        "auto", description="weights in int8; auto: on CPUs with native kernels, unless a dtype is asked for"
+    )
+    kernels: Literal["auto", "native", "torch"] = Field(
+        "auto", description="CPU kernels: native ones are built on first use; auto: native where they can be built"
+    )
     block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV block")
     num_blocks: int | None = Field(None, ge=1, description="KV blocks in the pool; default: from kv-cache-gib")
     kv_cache_gib: float = Field(1.0, gt=0, description="memory for the KV pool where num-blocks is not set")

@@ -49,7 +49,15 @@ def start_engine(
         prefix_caching=config.prefix_caching,
     )
     fingerprint = model_fingerprint(config.model, model)
-    runner = load_runner(config.model, dtype=dtype, device=config.device, config=engine_config, progress=progress)
+    runner = load_runner(
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        config=engine_config,
+        quantization=config.quantization,
+        kernels=config.kernels,
+        progress=progress,
+    )
     engine = Engine(engine_config, runner, vocab_size=model.vocab_size, model_fingerprint=fingerprint.encode())
     thread = EngineThread(engine, on_events)
     thread.start()

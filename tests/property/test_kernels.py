@@ -123,8 +123,10 @@ def check_attention(kernels, step, dtype):
     queries, keys, values, tables = paged_inputs(*step, dtype)
     starts, lens = [start for start, _ in sequences], [length for _, length in sequences]
     out = kernels.paged_attention(queries, keys, values, block_size, starts, lens, tables)
-    wanted = attention_in_float64(queries, keys, values, block_size, sequences, tables)
-    assert (out - wanted).abs().max() < 2e-5
+    # With bfloat16 keys the query is rounded to bfloat16, and in prefill chunks the weights are too.
+    wanted = attention_in_float64(queries.to(dtype), keys, values, block_size, sequences, tables)
+    rounds_weights = dtype == torch.bfloat16 and max(lens) > 1
+    assert (out - wanted).abs().max() < (2e-2 if rounds_weights else 2e-5)
 
 
 @settings(deadline=None, max_examples=60)

@@ -49,6 +49,13 @@ class Attention {
   template <typename T>
   void run_prefill(const Sequence& sequence, const float* queries, int64_t query_stride, const T* keys,
                    const T* values, float* out);
+  template <typename T>
+  T* key_panels(int64_t kv_head) const;
+  template <typename T>
+  T* value_panels(int64_t kv_head) const;
+  template <typename T>
+  void pack_context(const Sequence& sequence, int64_t kv_head, int64_t first, const T* keys, const T* values);
+  template <typename T>
   void run_prefill_block(const Sequence& sequence, int64_t kv_head, int64_t first, int64_t num_tokens,
                          const float* queries, int64_t query_stride, float* out) const;
 
@@ -61,9 +68,8 @@ class Attention {
   std::vector<Span> spans_;
   std::vector<int64_t> first_spans_;  // of each decoding sequence, and the end
   Buffer<float> partials_;
-  Buffer<float> key_panels_;    // (kv_heads, context panels, head_dim, kPanel)
-  Buffer<float> value_panels_;  // (kv_heads, head_dim panels, context, kPanel)
-  int64_t context_ = 0;         // of the sequence that is in the panels
+  Buffer<uint8_t> panels_;  // keys and values of the sequence that is prefilled, as T
+  int64_t context_ = 0;     // of that sequence
 };
 
 }  // namespace kvbaton

@@ -6,17 +6,21 @@
 
 namespace kvbaton {
 
-// acc[i] += lo(w[i]) * lo(a) + hi(w[i]) * hi(a) over pairs of bfloat16 in 32 bits.
-inline Vec dot_pair(const Vec& acc, const IntVec& w, int32_t a) {
+// Two bfloat16 or four bytes, as they lie.
+inline int32_t read_int(const void* source) {
+  int32_t value;
+  std::memcpy(&value, source, sizeof(value));
+  return value;
+}
+
+// acc[i] += lo(a[i]) * lo(b[i]) + hi(a[i]) * hi(b[i]) over pairs of bfloat16 in 32 bits.
+inline Vec dot_pair(const Vec& acc, const IntVec& a, const IntVec& b) {
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
-  return _mm512_dpbf16_ps(acc, (__m512bh)(__m512i)w, (__m512bh)_mm512_set1_epi32(a));
+  return _mm512_dpbf16_ps(acc, (__m512bh)(__m512i)a, (__m512bh)(__m512i)b);
 #else
-  const IntVec high(static_cast<int32_t>(0xffff0000u));
-  const Vec w_lo = at::vec::cast<float>(w << IntVec(16));
-  const Vec w_hi = at::vec::cast<float>(w & high);
-  const Vec a_lo = at::vec::cast<float>(IntVec(static_cast<int32_t>(static_cast<uint32_t>(a) << 16)));
-  const Vec a_hi = at::vec::cast<float>(IntVec(static_cast<int32_t>(static_cast<uint32_t>(a) & 0xffff0000u)));
-  return at::vec::fmadd(w_hi, a_hi, at::vec::fmadd(w_lo, a_lo, acc));
+  const IntVec high(static_cast<int32_t>(0xffff0000u)), shift(16);
+  const Vec low = at::vec::fmadd(at::vec::cast<float>(a << shift), at::vec::cast<float>(b << shift), acc);
+  return at::vec::fmadd(at::vec::cast<float>(a & high), at::vec::cast<float>(b & high), low);
 #endif
 }
 

@@ -4,20 +4,12 @@
 
 #include <cmath>
 
-#include "dot.h"
-
 namespace kvbaton {
 
 namespace {
 
 int64_t inputs_a_unit(Format format) {
   return format == Format::kFloat ? 1 : format == Format::kBFloat16 ? 2 : kGroup;
-}
-
-int32_t read_int(const void* source) {
-  int32_t value;
-  std::memcpy(&value, source, sizeof(value));
-  return value;
 }
 
 float magnitude(const float* values, int64_t count) {
@@ -44,19 +36,6 @@ void quantize_group(const float* values, int64_t count, int8_t* bytes, float& sc
 
 template <int64_t kRows>
 using Accumulators = Vec[kRows][kPanelVecs];
-
-template <int64_t kRows>
-inline __attribute__((always_inline)) void add_products(
-    const BFloat16* a, int64_t a_stride, const BFloat16* panel, int64_t num_in, Accumulators<kRows>& acc) {
-  for (int64_t k = 0; k < num_in; k += 2) {
-    IntVec w[kPanelVecs];
-    for (int64_t j = 0; j < kPanelVecs; ++j) w[j] = IntVec::loadu(panel + k * kPanel + 2 * j * kLanes);
-    for (int64_t r = 0; r < kRows; ++r) {
-      const int32_t pair = read_int(a + r * a_stride + k);
-      for (int64_t j = 0; j < kPanelVecs; ++j) acc[r][j] = dot_pair(acc[r][j], w[j], pair);
-    }
-  }
-}
 
 // One group of inputs: integer sums, scaled into acc.
 template <int64_t kRows>
@@ -160,7 +139,7 @@ void PackedLinear::pack_panel(int64_t panel, const T* weight) {
       inverse = most > 0 ? 127 / most : 0;
     }
     for (int64_t k = 0; k < depth; ++k) {
-      const int64_t at = panel * kPanel * depth + (k / unit * kPanel + lane) * unit + k % unit;
+      const int64_t at = panel * kPanel * depth + panel_index(k, lane, unit);
       const float value = row.data()[k];
       switch (format) {
         case Format::kFloat: floats_.data()[at] = value; break;
@@ -197,7 +176,7 @@ void PackedLinear::multiply_panel(int64_t panel, const Rows& rows, float* out, i
     for (auto& row : acc)
       for (Vec& value : row) value = Vec(0.0f);
     if (format == Format::kFloat) {
-      kvbaton::add_products<kRows>(rows.floats.data() + first * depth, depth, floats_.data() + start, depth, acc);
+      add_products<kRows>(rows.floats.data() + first * depth, depth, floats_.data() + start, depth, acc);
     } else if (format == Format::kBFloat16) {
       add_products<kRows>(rows.halves.data() + first * depth, depth, halves_.data() + start, depth, acc);
     } else {

@@ -12,7 +12,10 @@
 // number of rows or threads.
 #pragma once
 
+#include <type_traits>
+
 #include "buffer.h"
+#include "dot.h"
 #include "vec.h"
 
 namespace kvbaton {
@@ -25,10 +28,6 @@ constexpr int64_t kPanel = kPanelVecs * kLanes;
 constexpr int64_t kTileRows = 6;
 constexpr int64_t kInt8TileRows = kLanes == 8 ? 3 : 4;  // integer sums and their floats at once
 constexpr int64_t kGroup = 64;
-
-inline int64_t round_up(int64_t value, int64_t unit) {
-  return (value + unit - 1) / unit * unit;
-}
 
 // Activations as the products of one format read them.
 class Rows {
@@ -78,7 +77,16 @@ class PackedLinear {
   Buffer<float> bias_;
 };
 
-// Adds a (rows, depth) times one panel (depth, kPanel) to acc, for attention as for linear layers.
+// Inputs that one instruction takes of a row and of a panel: one float, or a pair of bfloat16. Panels hold
+// (depth / unit, kPanel, unit) elements, of which this is the index.
+template <typename T>
+constexpr int64_t kUnit = std::is_same_v<T, float> ? 1 : 2;
+
+constexpr int64_t panel_index(int64_t k, int64_t lane, int64_t unit) {
+  return (k / unit * kPanel + lane) * unit + k % unit;
+}
+
+// Adds a (kRows, depth) times one panel to acc, for attention as for linear layers. depth: whole units.
 template <int64_t kRows>
 inline __attribute__((always_inline)) void add_products(
     const float* a, int64_t a_stride, const float* panel, int64_t depth, Vec (&acc)[kRows][kPanelVecs]) {
@@ -88,6 +96,19 @@ inline __attribute__((always_inline)) void add_products(
     for (int64_t r = 0; r < kRows; ++r) {
       const Vec x(a[r * a_stride + k]);
       for (int64_t j = 0; j < kPanelVecs; ++j) acc[r][j] = at::vec::fmadd(x, w[j], acc[r][j]);
+    }
+  }
+}
+
+template <int64_t kRows>
+inline __attribute__((always_inline)) void add_products(
+    const BFloat16* a, int64_t a_stride, const BFloat16* panel, int64_t depth, Vec (&acc)[kRows][kPanelVecs]) {
+  for (int64_t k = 0; k < depth; k += 2) {
+    IntVec w[kPanelVecs];
+    for (int64_t j = 0; j < kPanelVecs; ++j) w[j] = IntVec::loadu(panel + k * kPanel + 2 * j * kLanes);
+    for (int64_t r = 0; r < kRows; ++r) {
+      const IntVec pair(read_int(a + r * a_stride + k));
+      for (int64_t j = 0; j < kPanelVecs; ++j) acc[r][j] = dot_pair(acc[r][j], w[j], pair);
     }
   }
 }

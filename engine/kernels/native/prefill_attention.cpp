@@ -3,11 +3,10 @@
 // (Dao et al., FlashAttention, 2022).
 #include <ATen/Parallel.h>
 
-#include <cmath>
-#include <limits>
-
 #include "attention.h"
+#include "elementwise.h"
 #include "linear.h"
+#include "softmax.h"
 
 namespace kvbaton {
 
@@ -15,10 +14,10 @@ namespace {
 
 constexpr int64_t kQueryTokens = 32;              // a block of queries
 constexpr int64_t kKeyTokens = 4 * kPanel;        // a block of keys
-constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 // c (rows, panel columns) = or += a (rows, depth) times one panel.
-void multiply_panel(const float* a, int64_t a_stride, int64_t num_rows, const float* panel, int64_t depth, float* c,
+template <typename T>
+void multiply_panel(const T* a, int64_t a_stride, int64_t num_rows, const T* panel, int64_t depth, float* c,
                     int64_t c_stride, bool add) {
   for_each_tile(num_rows, kTileRows, [&]<int64_t kRows>(int64_t first) {
     Vec acc[kRows][kPanelVecs];
@@ -31,80 +30,80 @@ void multiply_panel(const float* a, int64_t a_stride, int64_t num_rows, const fl
   });
 }
 
-// Turns the scores of a row, of which `num_keys` count and the rest of `width` are to be zero, into weights.
-// Returns the factor for what was summed before.
-float update_softmax(float* scores, int64_t num_keys, int64_t width, float& maximum, float& total) {
-  for (int64_t t = num_keys; t < width; ++t) scores[t] = kNever;
-  Vec best(maximum);
-  for (int64_t t = 0; t < width; t += kLanes) best = at::vec::maximum(best, load(scores + t));
-  const float new_maximum = largest(best);
-  Vec added(0.0f);
-  for (int64_t t = 0; t < width; t += kLanes) {
-    const Vec weight = (load(scores + t) - Vec(new_maximum)).exp_u20();
-    store(scores + t, weight);
-    added = added + weight;
-  }
-  const float factor = std::exp(maximum - new_maximum);
-  maximum = new_maximum;
-  total = total * factor + sum(added);
-  return factor;
-}
-
 }  // namespace
 
 template <typename T>
 void Attention::run_prefill(const Sequence& sequence, const float* queries, int64_t query_stride, const T* keys,
                             const T* values, float* out) {
-  const int64_t head_dim = shape_.head_dim, row = shape_.num_kv_heads * head_dim;
+  const int64_t num_kv_heads = shape_.num_kv_heads;
   context_ = sequence.start + sequence.num_tokens;
-  const int64_t padded = round_up(context_, kPanel), num_dim_panels = round_up(head_dim, kPanel) / kPanel;
-  key_panels_.reserve(shape_.num_kv_heads * padded * head_dim);
-  value_panels_.reserve(shape_.num_kv_heads * num_dim_panels * padded * kPanel);
-  const int64_t num_context_panels = padded / kPanel;
-  at::parallel_for(0, shape_.num_kv_heads * num_context_panels, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t kv_head = item / num_context_panels, first = item % num_context_panels * kPanel;
-      float* key_panel = key_panels_.data() + kv_head * padded * head_dim + first * head_dim;
-      float* value_panels = value_panels_.data() + kv_head * num_dim_panels * padded * kPanel + first * kPanel;
-      for (int64_t lane = 0; lane < kPanel; ++lane) {
-        const int64_t position = std::min(first + lane, context_ - 1);  // past the end: anything finite
-        const T* key = keys + sequence.slots[position] * row + kv_head * head_dim;
-        const T* value = values + sequence.slots[position] * row + kv_head * head_dim;
-        for (int64_t d = 0; d < head_dim; ++d) key_panel[d * kPanel + lane] = static_cast<float>(key[d]);
-        for (int64_t d = 0; d < num_dim_panels * kPanel; ++d)
-          value_panels[(d / kPanel * padded + lane) * kPanel + d % kPanel] =
-              d < head_dim ? static_cast<float>(value[d]) : 0.0f;
-      }
-    }
+  const int64_t num_panels = round_up(context_, kPanel) / kPanel;
+  const int64_t head_size = round_up(context_, kPanel) * (shape_.head_dim + round_up(shape_.head_dim, kPanel));
+  panels_.reserve(num_kv_heads * head_size * static_cast<int64_t>(sizeof(T)));
+  at::parallel_for(0, num_kv_heads * num_panels, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item)
+      pack_context(sequence, item / num_panels, item % num_panels * kPanel, keys, values);
   });
   const int64_t num_blocks = (sequence.num_tokens + kQueryTokens - 1) / kQueryTokens;
-  at::parallel_for(0, num_blocks * shape_.num_kv_heads, 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, num_blocks * num_kv_heads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t first = item / shape_.num_kv_heads * kQueryTokens;
-      run_prefill_block(sequence, item % shape_.num_kv_heads, first,
-                        std::min(kQueryTokens, sequence.num_tokens - first), queries, query_stride, out);
+      const int64_t first = item / num_kv_heads * kQueryTokens;
+      run_prefill_block<T>(sequence, item % num_kv_heads, first, std::min(kQueryTokens, sequence.num_tokens - first),
+                           queries, query_stride, out);
     }
   });
 }
 
-// Queries of tokens [first, first + num_tokens) of the chunk, all heads of one group: rows are (token, head).
+// Of one head of keys: panels (context / kPanel) of depth head_dim, then for the values (head_dim / kPanel) panels of
+// depth context, both padded to whole panels.
+template <typename T>
+T* Attention::key_panels(int64_t kv_head) const {
+  const int64_t padded = round_up(context_, kPanel);
+  return reinterpret_cast<T*>(panels_.data()) + kv_head * padded * (shape_.head_dim + round_up(shape_.head_dim, kPanel));
+}
+
+template <typename T>
+T* Attention::value_panels(int64_t kv_head) const {
+  return key_panels<T>(kv_head) + round_up(context_, kPanel) * shape_.head_dim;
+}
+
+// Positions [first, first + kPanel).
+template <typename T>
+void Attention::pack_context(const Sequence& sequence, int64_t kv_head, int64_t first, const T* keys, const T* values) {
+  const int64_t head_dim = shape_.head_dim, padded = round_up(context_, kPanel);
+  T* key_panel = key_panels<T>(kv_head) + first * head_dim;
+  T* value_panel = value_panels<T>(kv_head);
+  for (int64_t lane = 0; lane < kPanel; ++lane) {
+    const int64_t position = std::min(first + lane, context_ - 1);  // past the end: anything finite
+    const int64_t at = (sequence.slots[position] * shape_.num_kv_heads + kv_head) * head_dim;
+    for (int64_t d = 0; d < head_dim; ++d) key_panel[panel_index(d, lane, kUnit<T>)] = keys[at + d];
+    for (int64_t d = 0; d < round_up(head_dim, kPanel); ++d)
+      value_panel[d / kPanel * padded * kPanel + panel_index(first + lane, d % kPanel, kUnit<T>)] =
+          d < head_dim ? values[at + d] : T(0.0f);
+  }
+}
+
+// Queries of tokens [first, first + num_tokens) of the chunk, all heads of one group: rows are (token, head). With
+// bfloat16 keys, queries and weights are rounded to bfloat16 too.
+template <typename T>
 void Attention::run_prefill_block(const Sequence& sequence, int64_t kv_head, int64_t first, int64_t num_tokens,
                                   const float* queries, int64_t query_stride, float* out) const {
   const int64_t head_dim = shape_.head_dim, padded = round_up(context_, kPanel);
   const int64_t num_rows = num_tokens * group_, out_width = round_up(head_dim, kPanel);
-  const float* key_panels = key_panels_.data() + kv_head * padded * head_dim;
-  const float* value_panels = value_panels_.data() + kv_head * out_width * padded;
-  Buffer<float> memory(num_rows * (head_dim + kKeyTokens + out_width + 2));
-  float* q = memory.data();
-  float* scores = q + num_rows * head_dim;
+  thread_local Buffer<T> rounded;
+  thread_local Buffer<float> work;
+  rounded.reserve(num_rows * (head_dim + kKeyTokens));
+  work.reserve(num_rows * (kKeyTokens + out_width + 2));
+  T* q = rounded.data();
+  T* weights = q + num_rows * head_dim;
+  float* scores = work.data();
   float* sums = scores + num_rows * kKeyTokens;
   float* maxima = sums + num_rows * out_width;
   float* totals = maxima + num_rows;
-  for (int64_t r = 0; r < num_rows; ++r) {
-    const float* source =
-        queries + (sequence.first_row + first + r / group_) * query_stride + (kv_head * group_ + r % group_) * head_dim;
-    for (int64_t d = 0; d < head_dim; ++d) q[r * head_dim + d] = source[d] * scale_;
-  }
+  const auto row_of = [&](int64_t r) { return sequence.first_row + first + r / group_; };
+  const auto head_of = [&](int64_t r) { return kv_head * group_ + r % group_; };
+  for (int64_t r = 0; r < num_rows; ++r)
+    store_row(queries + row_of(r) * query_stride + head_of(r) * head_dim, head_dim, q + r * head_dim);
   std::fill_n(sums, num_rows * out_width, 0.0f);
   std::fill_n(maxima, num_rows, kNever);
   std::fill_n(totals, num_rows, 0.0f);
@@ -113,26 +112,27 @@ void Attention::run_prefill_block(const Sequence& sequence, int64_t kv_head, int
   for (int64_t key = 0; key < num_keys; key += kKeyTokens) {
     const int64_t count = std::min(kKeyTokens, num_keys - key), width = round_up(count, kPanel);
     for (int64_t k = 0; k < width; k += kPanel)
-      multiply_panel(q, head_dim, num_rows, key_panels + (key + k) * head_dim, head_dim, scores + k, kKeyTokens, false);
+      multiply_panel(q, head_dim, num_rows, key_panels<T>(kv_head) + (key + k) * head_dim, head_dim, scores + k,
+                     kKeyTokens, false);
     for (int64_t r = 0; r < num_rows; ++r) {
       // A query of an earlier token may have nothing left to see in the last block.
       const int64_t visible = std::clamp<int64_t>(first_position + r / group_ + 1 - key, 0, count);
       float* row = scores + r * kKeyTokens;
       if (visible == 0) {
         std::fill_n(row, width, 0.0f);
-        continue;
+      } else {
+        scale_row(row, scale_, visible);
+        const float factor = update_softmax(row, visible, width, maxima[r], totals[r]);
+        scale_row(sums + r * out_width, factor, out_width);
       }
-      const float factor = update_softmax(row, visible, width, maxima[r], totals[r]);
-      for (int64_t d = 0; d < out_width; d += kLanes)
-        store(sums + r * out_width + d, load(sums + r * out_width + d) * Vec(factor));
+      store_row(row, width, weights + r * kKeyTokens);
     }
     for (int64_t panel = 0; panel * kPanel < head_dim; ++panel)
-      multiply_panel(scores, kKeyTokens, num_rows, value_panels + (panel * padded + key) * kPanel, count,
-                     sums + panel * kPanel, out_width, true);
+      multiply_panel(weights, kKeyTokens, num_rows, value_panels<T>(kv_head) + (panel * padded + key) * kPanel,
+                     round_up(count, kUnit<T>), sums + panel * kPanel, out_width, true);
   }
   for (int64_t r = 0; r < num_rows; ++r) {
-    float* target = out + ((sequence.first_row + first + r / group_) * shape_.num_heads + kv_head * group_ + r % group_) *
-                              head_dim;
+    float* target = out + (row_of(r) * shape_.num_heads + head_of(r)) * head_dim;
     for (int64_t d = 0; d < head_dim; ++d) target[d] = sums[r * out_width + d] / totals[r];
   }
 }

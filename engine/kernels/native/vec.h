@@ -16,6 +16,10 @@ using IntVec = at::vec::Vectorized<int32_t>;
 
 constexpr int64_t kLanes = Vec::size();
 
+constexpr int64_t round_up(int64_t value, int64_t unit) {
+  return (value + unit - 1) / unit * unit;
+}
+
 inline Vec load(const float* source) {
   return Vec::loadu(source);
 }
@@ -53,6 +57,19 @@ inline float sum(const Vec& value) {
 
 inline float largest(const Vec& value) {
   return at::vec::vec_reduce_all<float>([](const Vec& a, const Vec& b) { return at::vec::maximum(a, b); }, value);
+}
+
+// Lane i of the result is the sum of vectors[i], which are lost.
+inline Vec sum_each(Vec (&vectors)[kLanes]) {
+#pragma GCC unroll 8
+  for (int64_t count = kLanes; count > 1; count /= 2) {
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < count / 2; ++i) {
+      const auto [even, odd] = at::vec::deinterleave2(vectors[2 * i], vectors[2 * i + 1]);
+      vectors[i] = even + odd;
+    }
+  }
+  return vectors[0];
 }
 
 // Calls body(offset, count) for [0, size) in steps of a vector; count is kLanes but for a last, shorter step.

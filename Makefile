@@ -3,13 +3,14 @@
 #   make demo    one chat request, end to end  CUDA=12|13       with cupy and the matching UCX build
 #   make serve   gateway + prefill + decode on this machine, until Ctrl-C
 #   make test    every test                    ARGS="-k name"   passed on to pytest (and to serve)
+#   make test-kernels   the CPU kernels under address and undefined behaviour sanitizers, then in AVX2
 #   make check   format, lint, types, layers
 #   make bench   benchmarks, JSON to build/bench
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo serve test check bench format lock clean
+.PHONY: setup demo serve test test-kernels check bench format lock clean
 
 setup: $(STAMP)
 
@@ -25,6 +26,9 @@ serve: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-kernels: $(STAMP)
+	PYTHON=$(BIN)/python scripts/test-kernels $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -43,9 +43,14 @@ def load() -> Any | str:
         path = _built()
         return _import(path)
     except (OSError, RuntimeError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = _one_line(error)
         logger.warning("no native CPU kernels, computing in plain torch: %s", reason)
         return reason
+
+
+def compiler() -> str | None:
+    """The path of the C++ compiler: $CXX or c++."""
+    return shutil.which(os.environ.get("CXX", "c++"))
 
 
 def cache_dir() -> Path:
@@ -88,9 +93,8 @@ def _library(directory: Path) -> Path | None:
 
 
 def _build(root: Path, key: str) -> None:
-    compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None:
-        raise RuntimeError(f"no C++ compiler ({compiler}); install g++ or clang++")
+    if compiler() is None:
+        raise RuntimeError(f"no C++ compiler ({os.environ.get('CXX', 'c++')}); install g++ or clang++")
     # Imported here: it looks for compilers and CUDA when imported.
     from torch.utils import cpp_extension
 
@@ -111,6 +115,12 @@ def _build(root: Path, key: str) -> None:
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     logger.warning("built the native CPU kernels in %.0f s", time.monotonic() - started)
+
+
+def _one_line(error: Exception) -> str:
+    """The compiler's first complaint, of all that a failed build prints."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return next((line.strip() for line in lines if " error: " in line), lines[0])
 
 
 def _import(path: Path) -> Any:

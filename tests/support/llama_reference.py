@@ -47,9 +47,10 @@ KERNELS: list[Kernels] = ["torch", "native"]
 
 
 def skip_without_kernels() -> None:
-    """Where there is no compiler, what is left to test is plain torch."""
+    """Where there is no compiler, what is left to test is plain torch. Kernels that do not build are a failure."""
     loaded = build.load()
     if isinstance(loaded, str):
+        assert build.compiler() is None, loaded
         pytest.skip(f"no native kernels: {loaded}")
 
 

@@ -1,7 +1,7 @@
 // Vectors of floats in ATen's portable types, loaded from and stored to rows of float or bfloat16.
 #pragma once
 
-#include <ATen/cpu/vec/functional_base.h>
+#include <ATen/cpu/vec/functional.h>
 #include <c10/util/BFloat16.h>
 
 #include <algorithm>

@@ -14,9 +14,9 @@ import math
 import os
 import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
-from pydoc_data.topics import topics
 from tokenizers import Tokenizer
 
 from benchmarks import offline

@@ -29,6 +29,7 @@ class ServeConfig(BaseModel):
     kv_cache_gib: float = Field(1.0, gt=0, description="memory for each worker's KV pool")
     max_model_len: int | None = Field(None, ge=1, description="longest prompt + output; default: the model's context")
     max_batch_tokens: int = Field(512, ge=1, description="tokens in one step of a worker")
+    max_itl_ms: float = Field(200.0, ge=0, description="longest step with decodes that prompts may cause; 0: no limit")
     max_num_seqs: int = Field(64, ge=1, description="requests that run at once in a worker")
     local_prefill_max_tokens: int = Field(
         32, ge=0, description="an uncached part up to this many tokens is computed by decode itself"

@@ -42,6 +42,9 @@ class WorkerConfig(BaseModel):
     kv_cache_gib: float = Field(1.0, gt=0, description="memory for the KV pool where num-blocks is not set")
     max_model_len: int | None = Field(None, ge=1, description="longest prompt + output; default: the model's context")
     max_batch_tokens: int = Field(512, ge=1, description="tokens in one step: the longest a decode waits")
+    max_itl_ms: float = Field(
+        200.0, ge=0, description="longest a prompt's chunk may stretch a step that others decode in; 0: no limit"
+    )
     max_num_seqs: int = Field(64, ge=1, description="requests that run at once")
     max_queued: int = Field(256, ge=0, description="requests that may wait in the engine before new ones are refused")
     prefix_caching: bool = Field(True, description="keep the KV of finished requests for prompts with the same start")

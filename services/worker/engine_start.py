@@ -47,6 +47,7 @@ def start_engine(
         max_batch_tokens=config.max_batch_tokens,
         max_num_seqs=config.max_num_seqs,
         prefix_caching=config.prefix_caching,
+        max_itl_s=config.max_itl_ms / 1000 or None,
     )
     fingerprint = model_fingerprint(config.model, model)
     runner = load_runner(

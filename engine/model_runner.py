@@ -41,7 +41,9 @@ class Network(Protocol):
 class ModelRunner:
     """Implements engine.runner.Runner."""
 
-    def __init__(self, network: Network, cache: KvCache) -> None:
+    def __init__(self, network: Network, cache: KvCache, weights: str = "") -> None:
+        """`weights` describes them to a person."""
+        self.weights = weights
         self._network = network
         self._cache = cache
 
@@ -126,7 +128,9 @@ def load_runner(
         )
     precision = resolve_precision(model_config, dtype=dtype, device=device, quantization=quantization, kernels=kernels)
     network = _load_network(directory, model_config, precision, where, progress)
-    return ModelRunner(network, KvCache(model_config, config.num_blocks, config.block_size, precision.dtype, where))
+    cache = KvCache(model_config, config.num_blocks, config.block_size, precision.dtype, where)
+    kind = "native kernels" if precision.kernels is not None else "plain torch"
+    return ModelRunner(network, cache, f"{precision.weight_format} on {kind}")
 
 
 def _load_network(

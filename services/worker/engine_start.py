@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +20,7 @@ from services.worker.config import WorkerConfig
 from services.worker.main import num_threads
 
 GIB = 1 << 30
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,8 @@ def start_engine(
 ) -> StartedEngine:
     """Load the model and start the engine thread. `progress` gets weight bytes (done, total) on this thread.
     Raises EngineError."""
-    torch.set_num_threads(num_threads(config))
+    began, threads = time.monotonic(), num_threads(config)
+    torch.set_num_threads(threads)
     model = load_model_config(config.model)
     dtype = model.resolve_dtype(config.dtype)
     context = model.max_position_embeddings
@@ -62,6 +66,9 @@ def start_engine(
     engine = Engine(engine_config, runner, vocab_size=model.vocab_size, model_fingerprint=fingerprint.encode())
     thread = EngineThread(engine, on_events)
     thread.start()
+    logger.info(
+        "model ready in %.1f s: weights %s, KV %s, %d threads", time.monotonic() - began, runner.weights, dtype, threads
+    )
     return StartedEngine(
         thread=thread,
         engine_config=engine_config,

@@ -6,11 +6,12 @@
 #   make test-kernels   the CPU kernels under address and undefined behaviour sanitizers, then in AVX2
 #   make check   format, lint, types, layers
 #   make bench   benchmarks, JSON to build/bench
+#   make bench-peers   against vLLM and llama.cpp, where ARGS="--install vllm llama" has put them
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo serve test test-kernels check bench format lock clean
+.PHONY: setup demo serve test test-kernels check bench bench-peers format lock clean
 
 setup: $(STAMP)
 
@@ -42,6 +43,9 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-peers: $(STAMP)
+	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 lock: $(STAMP)
 	scripts/lock

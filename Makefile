@@ -5,13 +5,15 @@
 #   make test    every test                    ARGS="-k name"   passed on to pytest (and to serve)
 #   make soak    1,000 random fault schedules, totals at the end    ARGS="--schedules 50 --seed 7"
 #   make fuzz    every decoder of network bytes, a bounded time each    FUZZ_SECONDS=60
+#   make test-kernels   the CPU kernels under address and undefined behaviour sanitizers, then in AVX2
 #   make check   format, lint, types, layers
 #   make bench   benchmarks, JSON to build/bench
+#   make bench-peers   against vLLM and llama.cpp, where ARGS="--install vllm llama" has put them
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo serve test soak fuzz check bench format lock clean
+.PHONY: setup demo serve test test-kernels soak fuzz check bench bench-peers format lock clean
 
 setup: $(STAMP)
 
@@ -35,6 +37,9 @@ fuzz: $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check "atheris>=3,<4" || true
 	$(BIN)/python -m tests.fuzz all $(or $(FUZZ_SECONDS),20)
 
+test-kernels: $(STAMP)
+	PYTHON=$(BIN)/python scripts/test-kernels $(ARGS)
+
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -47,6 +52,9 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-peers: $(STAMP)
+	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 lock: $(STAMP)
 	scripts/lock

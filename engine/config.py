@@ -22,11 +22,16 @@ class EngineConfig:
     max_num_seqs: int = 64
     """Requests that may run at once."""
     prefix_caching: bool = True
+    max_itl_s: float | None = None
+    """How long a step with decodes should take at most: prompt tokens are put into it accordingly. None: no limit
+    but max_batch_tokens."""
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "max_model_len", "block_size", "max_batch_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_itl_s is not None and not self.max_itl_s > 0:
+            raise ConfigError(f"max_itl_s must be positive, got {self.max_itl_s}")
         if self.max_batch_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_num_seqs ({self.max_num_seqs}), "

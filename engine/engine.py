@@ -233,12 +233,15 @@ class Engine:
 
     def step(self, now: Clock | float) -> list[Event]:
         """One schedule, forward, sample, update. `now` is read before and after the forward."""
-        step = self._scheduler.schedule(_read(now))
+        started = _read(now)
+        step = self._scheduler.schedule(started)
         if not step:
             self._stalled = True
             return []
         sampled = self._runner.execute(self._batch(step))
-        return self._update(step, iter(sampled), _read(now))
+        ended = _read(now)
+        self._scheduler.took(step, ended - started)
+        return self._update(step, iter(sampled), ended)
 
     def _batch(self, step: list[Scheduled]) -> StepBatch:
         return StepBatch([_scheduled_seq(*scheduled) for scheduled in step], self._config.block_size)

@@ -18,6 +18,8 @@ from engine.json_fields import JsonFields
 
 Dtype = Literal["float32", "bfloat16"]
 """What a model is computed and its KV stored in."""
+WeightFormat = Literal["float32", "bfloat16", "int8"]
+"""What the weights of linear layers are stored in."""
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2}
 
 _CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")

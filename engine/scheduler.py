@@ -8,7 +8,8 @@ Each step computes at most max_batch_tokens tokens:
 2. Admission, in order of arrival and never out of it. A request gets the blocks of all its tokens at once or none,
    and only if enough blocks remain for the running and reserved requests to grow by one block's worth of tokens
    beyond the end of every prefill in progress.
-3. Prefills share the b tokens that decodes left. The oldest gets up to ceil(b / 2); the rest goes to the prefill
+3. Prefills share the b tokens that decodes left, or fewer where steps have taken longer than max_itl_s allows for
+   (engine.step_budget). The oldest gets up to ceil(b / 2); the rest goes to the prefill
    with the fewest tokens left, then the next; what they cannot use goes to the oldest.
 
 What follows from it, and is tested:
@@ -16,8 +17,8 @@ What follows from it, and is tested:
 - The gap between two tokens of a decode is one step, and a step is at most max_batch_tokens tokens, unless blocks
   run out; then the oldest decode still goes on, except while reserved and held requests fill the pool.
 - A prompt with n tokens left is computed within ceil(n / floor(b / 2)) steps, however long the others are, unless
-  prompts with as few tokens left go before it. The oldest is within ceil(n / ceil(b / 2)), whatever comes. b is at
-  least the number of prefills, because max_num_seqs <= max_batch_tokens.
+  prompts with as few tokens left go before it. The oldest is within ceil(n / ceil(b / 2)), whatever comes. Without
+  max_itl_s b is at least the number of prefills, because max_num_seqs <= max_batch_tokens.
 - A prefill is never preempted, so a request that was preempted samples a token before it can be preempted again.
 - No waiting request is overtaken, by admission or by reservation.
 """
@@ -34,6 +35,7 @@ from engine.block_pool import BlockPool, Owner
 from engine.config import EngineConfig
 from engine.messages import LedgerSnapshot
 from engine.request import Request, RequestState
+from engine.step_budget import StepBudget
 
 _OWNERS = {
     RequestState.RUNNING: Owner.RUNNING,
@@ -68,6 +70,7 @@ class Scheduler:
         self._num_waiting_blocks = 0
         self._now = 0.0
         """Of the command or step that is being handled."""
+        self._budget = StepBudget(config.max_itl_s)
 
     @property
     def num_active(self) -> int:
@@ -180,12 +183,21 @@ class Scheduler:
         prefills = [request for request in self._running if request.prefilling]
         if prefills:
             left = [request.num_uncomputed for request in prefills]
-            shares = share_prefill_tokens(left, self._config.max_batch_tokens - len(step))
+            shares = share_prefill_tokens(left, self._max_prefill_tokens(len(step)))
             step += [Scheduled(*pair) for pair in zip(prefills, shares, strict=True) if pair[1]]
         for request, _ in step:
             if request.first_step_at is None:
                 request.first_step_at = now
         return step
+
+    def took(self, step: Sequence[Scheduled], duration_s: float) -> None:
+        """How long the forward pass of `step` took. Called before `computed` is for any of it."""
+        num_prefill_tokens = sum(num_tokens for request, num_tokens in step if request.prefilling)
+        num_decodes = sum(1 for request, _ in step if not request.prefilling)
+        self._budget.observe(num_decodes, num_prefill_tokens, duration_s)
+
+    def _max_prefill_tokens(self, num_decodes: int) -> int:
+        return self._budget.max_prefill_tokens(num_decodes, self._config.max_batch_tokens - num_decodes)
 
     def _schedule_decodes(self) -> tuple[list[Scheduled], bool]:
         """Also whether every decode got the block it needs, without a preemption."""
@@ -268,7 +280,7 @@ class Scheduler:
         if state is RequestState.RUNNING:
             num_prefill_tokens += num_uncached
         # As if all others were decoding already: the slowest that the prefills can go.
-        num_steps = -(-num_prefill_tokens // (self._config.max_batch_tokens - num_others))
+        num_steps = -(-num_prefill_tokens // self._max_prefill_tokens(num_others))
         num_steps += self._config.block_size
         if num_spare >= (num_others + 1) * self._num_blocks(num_steps + self._config.block_size):
             return True

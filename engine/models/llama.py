@@ -7,9 +7,10 @@ the number of tokens of the whole batch. What is particular to a sequence, its c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -41,35 +42,42 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
 
+LinearT = TypeVar("LinearT")
+MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], LinearT]
+"""From a weight (out, in), which need not be kept, and a bias (out,): what multiplies by it."""
+
+
 @dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(Generic[LinearT]):
     input_norm: torch.Tensor
-    qkv: Linear
+    qkv: LinearT
     """Rows of q, k and v stacked: one product instead of three."""
-    o: Linear
+    o: LinearT
     post_attention_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: LinearT
+    down: LinearT
+
+
+@dataclass(frozen=True, slots=True)
+class Weights(Generic[LinearT]):
+    embed: torch.Tensor
+    """(vocab_size, hidden_size)"""
+    layers: list[Layer[LinearT]]
+    norm: torch.Tensor
+    lm_head: LinearT
 
 
 class LlamaModel:
     """Weights and forward pass. Holds no state of any request."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        embed: torch.Tensor,
-        layers: list[Layer],
-        norm: torch.Tensor,
-        lm_head: torch.Tensor,
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights[Linear]) -> None:
         self.config = config
-        self.dtype = embed.dtype
-        self.device = embed.device
-        self.embed = embed
-        self.layers = layers
-        self.norm = norm
-        self.lm_head = lm_head
+        self.dtype = weights.embed.dtype
+        self.device = weights.embed.device
+        self.embed = weights.embed
+        self.layers = weights.layers
+        self.norm = weights.norm
+        self.lm_head = weights.lm_head.weight
         self._inv_freq = inverse_frequencies(config.rope, config.head_dim).to(self.device)
 
     def forward(
@@ -106,12 +114,25 @@ def load_llama(
     progress: Progress | None = None,
 ) -> LlamaModel:
     """Every tensor of the checkpoint is used, tied or refused by name. Raises CheckpointError."""
+    return LlamaModel(config, load_weights(directory, config, Linear, dtype=dtype, device=device, progress=progress))
+
+
+def load_weights(
+    directory: str | Path,
+    config: ModelConfig,
+    make_linear: MakeLinear[LinearT],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> Weights[LinearT]:
+    """As `load_llama`, with linear layers of any kind. Tensors are read in `dtype`, one linear layer at a time."""
     with Checkpoint.open(Path(directory), dtype=dtype, device=device, progress=progress) as checkpoint:
         embed, lm_head = _embeddings(checkpoint, config)
-        layers = [_layer(checkpoint, config, f"model.layers.{i}.") for i in range(config.num_layers)]
+        layers = [_layer(checkpoint, config, f"model.layers.{i}.", make_linear) for i in range(config.num_layers)]
         norm = checkpoint.take("model.norm.weight", config.hidden_size)
         checkpoint.finish()
-    return LlamaModel(config, embed, layers, norm, lm_head)
+    return Weights(embed, layers, norm, make_linear(lm_head, None))
 
 
 def _embeddings(checkpoint: Checkpoint, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,7 +157,9 @@ def _embeddings(checkpoint: Checkpoint, config: ModelConfig) -> tuple[torch.Tens
     return embed, embed
 
 
-def _layer(checkpoint: Checkpoint, config: ModelConfig, prefix: str) -> Layer:
+def _layer(
+    checkpoint: Checkpoint, config: ModelConfig, prefix: str, make_linear: MakeLinear[LinearT]
+) -> Layer[LinearT]:
     hidden, q_size, kv_size, inner = (
         config.hidden_size,
         config.q_size,
@@ -147,11 +170,11 @@ def _layer(checkpoint: Checkpoint, config: ModelConfig, prefix: str) -> Layer:
     # A buffer that checkpoints of early transformers releases carry: recomputed here from rope_theta.
     checkpoint.ignore(f"{attention}rotary_emb.inv_freq")
 
-    def linear(bias: bool, num_inputs: int, *parts: tuple[str, int]) -> Linear:
+    def linear(bias: bool, num_inputs: int, *parts: tuple[str, int]) -> LinearT:
         weight = checkpoint.take_rows(*((f"{name}.weight", (rows, num_inputs)) for name, rows in parts))
         if not bias:
-            return Linear(weight)
-        return Linear(weight, checkpoint.take_rows(*((f"{name}.bias", (rows,)) for name, rows in parts)))
+            return make_linear(weight, None)
+        return make_linear(weight, checkpoint.take_rows(*((f"{name}.bias", (rows,)) for name, rows in parts)))
 
     qkv = ((f"{attention}q_proj", q_size), (f"{attention}k_proj", kv_size), (f"{attention}v_proj", kv_size))
     return Layer(

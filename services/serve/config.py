@@ -22,11 +22,14 @@ class ServeConfig(BaseModel):
     both: int = Field(0, ge=0, le=64, description="workers that serve whole requests by themselves")
     device: str = Field("cpu", description="torch device of every worker")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="weights and KV; auto: as the model says")
+    quantization: Literal["auto", "none", "int8"] = Field("auto", description="int8 weights: see the worker's flag")
+    kernels: Literal["auto", "native", "torch"] = Field("auto", description="CPU kernels: see the worker's flag")
     block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV block")
     num_blocks: int | None = Field(None, ge=1, description="KV blocks of each worker; default: from kv-cache-gib")
     kv_cache_gib: float = Field(1.0, gt=0, description="memory for each worker's KV pool")
     max_model_len: int | None = Field(None, ge=1, description="longest prompt + output; default: the model's context")
     max_batch_tokens: int = Field(512, ge=1, description="tokens in one step of a worker")
+    max_itl_ms: float = Field(200.0, ge=0, description="longest step with decodes that prompts may cause; 0: no limit")
     max_num_seqs: int = Field(64, ge=1, description="requests that run at once in a worker")
     local_prefill_max_tokens: int = Field(
         32, ge=0, description="an uncached part up to this many tokens is computed by decode itself"

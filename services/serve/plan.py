@@ -90,12 +90,14 @@ def _worker(config: ServeConfig, model: Path, name: str, role: Role, port: int, 
         "served_model_name",
         "device",
         "dtype",
+        "quantization",
+        "kernels",
         "block_size",
         "num_blocks",
         "kv_cache_gib",
         "max_model_len",
     )
-    for field in (*passed_on, "max_batch_tokens", "max_num_seqs", "drain_s", "log_level"):
+    for field in (*passed_on, "max_batch_tokens", "max_itl_ms", "max_num_seqs", "drain_s", "log_level"):
         value = getattr(config, field)
         if value is not None:
             arguments += ["--" + field.replace("_", "-"), str(value)]

@@ -31,11 +31,20 @@ class WorkerConfig(BaseModel):
     secret_file: Path | None = Field(None, description="file with the secret that all processes of a system share")
     device: str = Field("cpu", description="torch device: cpu, cuda, cuda:1")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="weights and KV; auto: as the model says")
+    quantization: Literal["auto", "none", "int8"] = Field(
+        "auto", description="weights in int8; auto: on CPUs with native kernels, unless a dtype is asked for"
+    )
+    kernels: Literal["auto", "native", "torch"] = Field(
+        "auto", description="CPU kernels: native ones are built on first use; auto: native where they can be built"
+    )
     block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV block")
     num_blocks: int | None = Field(None, ge=1, description="KV blocks in the pool; default: from kv-cache-gib")
     kv_cache_gib: float = Field(1.0, gt=0, description="memory for the KV pool where num-blocks is not set")
     max_model_len: int | None = Field(None, ge=1, description="longest prompt + output; default: the model's context")
     max_batch_tokens: int = Field(512, ge=1, description="tokens in one step: the longest a decode waits")
+    max_itl_ms: float = Field(
+        200.0, ge=0, description="longest a prompt's chunk may stretch a step that others decode in; 0: no limit"
+    )
     max_num_seqs: int = Field(64, ge=1, description="requests that run at once")
     max_queued: int = Field(256, ge=0, description="requests that may wait in the engine before new ones are refused")
     prefix_caching: bool = Field(True, description="keep the KV of finished requests for prompts with the same start")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +20,7 @@ from services.worker.config import WorkerConfig
 from services.worker.main import num_threads
 
 GIB = 1 << 30
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,8 @@ def start_engine(
 ) -> StartedEngine:
     """Load the model and start the engine thread. `progress` gets weight bytes (done, total) on this thread.
     Raises EngineError."""
-    torch.set_num_threads(num_threads(config))
+    began, threads = time.monotonic(), num_threads(config)
+    torch.set_num_threads(threads)
     model = load_model_config(config.model)
     dtype = model.resolve_dtype(config.dtype)
     context = model.max_position_embeddings
@@ -50,12 +54,24 @@ def start_engine(
         max_batch_tokens=config.max_batch_tokens,
         max_num_seqs=config.max_num_seqs,
         prefix_caching=config.prefix_caching,
+        max_itl_s=config.max_itl_ms / 1000 or None,
     )
     fingerprint = model_fingerprint(config.model, model)
-    runner = load_runner(config.model, dtype=dtype, device=config.device, config=engine_config, progress=progress)
+    runner = load_runner(
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        config=engine_config,
+        quantization=config.quantization,
+        kernels=config.kernels,
+        progress=progress,
+    )
     engine = Engine(engine_config, runner, vocab_size=model.vocab_size, model_fingerprint=fingerprint.encode())
     thread = EngineThread(engine, on_events, before_step=before_step)
     thread.start()
+    logger.info(
+        "model ready in %.1f s: weights %s, KV %s, %d threads", time.monotonic() - began, runner.weights, dtype, threads
+    )
     return StartedEngine(
         thread=thread,
         engine_config=engine_config,

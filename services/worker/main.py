@@ -7,6 +7,7 @@ import logging
 import os
 
 from services import logs
+from services.cores import default_threads
 from services.lifecycle import Listener, bind, parse_address, serve
 from services.worker.config import WorkerConfig
 
@@ -18,6 +19,8 @@ def run(config: WorkerConfig) -> int:
     logs.configure(config.role, config.log_level)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, str(num_threads(config)))  # before torch is imported
+    # Threads that wait for the next operation spin for microseconds, not milliseconds, before they sleep.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     try:
         sock = bind(config.listen)
     except OSError as error:
@@ -28,7 +31,7 @@ def run(config: WorkerConfig) -> int:
 
 
 def num_threads(config: WorkerConfig) -> int:
-    return config.threads or len(config.cores) or len(os.sched_getaffinity(0))
+    return config.threads or default_threads(config.cores)
 
 
 async def _main(config: WorkerConfig, sock: object) -> int:

@@ -110,6 +110,8 @@ class WorkerProcess(Process):
         self.prefix = behind.prefix if behind else ()
         self.url = f"http://{host}:{free_port()}"
         listen = self.url.removeprefix("http://")
+        if "--dtype" not in flags:
+            flags = ("--dtype", "float32", *flags)  # equality is promised there
         super().__init__(role, "--model", str(model), "--listen", listen, "--threads", "1", *flags, environ=environ)
 
     def get(self, path: str, timeout_s: float = 5.0) -> httpx.Response:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from engine.config import EngineConfig
-from engine.model_runner import ModelRunner, load_runner
+from engine.kernels import build
+from engine.model_runner import Kernels, ModelRunner, Quantization, load_runner
 from engine.runner import SampleInput, ScheduledSeq, StepBatch
 from engine.sampling_params import SamplingParams
 
@@ -41,9 +43,30 @@ def reference_greedy(model: LlamaForCausalLM, prompt: Sequence[int], num_tokens:
     return output
 
 
-def make_runner(directory: Path, *, num_blocks: int = 32, block_size: int = 16, dtype: str = "float32") -> ModelRunner:
+KERNELS: list[Kernels] = ["torch", "native"]
+
+
+def skip_without_kernels() -> None:
+    """Where there is no compiler, what is left to test is plain torch. Kernels that do not build are a failure."""
+    loaded = build.load()
+    if isinstance(loaded, str):
+        assert build.compiler() is None, loaded
+        pytest.skip(f"no native kernels: {loaded}")
+
+
+def make_runner(
+    directory: Path,
+    *,
+    num_blocks: int = 32,
+    block_size: int = 16,
+    dtype: str = "float32",
+    kernels: Kernels = "auto",
+    quantization: Quantization = "none",
+) -> ModelRunner:
+    if kernels == "native":
+        skip_without_kernels()
     config = EngineConfig(num_blocks=num_blocks, block_size=block_size, max_model_len=64)
-    return load_runner(directory, dtype=dtype, device="cpu", config=config)
+    return load_runner(directory, dtype=dtype, device="cpu", config=config, kernels=kernels, quantization=quantization)
 
 
 def scheduled(token_ids: Sequence[int], start: int, block_table: Sequence[int], *, sample: bool = True) -> ScheduledSeq:

@@ -1,13 +1,17 @@
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
+from engine.errors import ConfigError
+from engine.model_config import load_model_config
+from engine.model_runner import resolve_precision
 from tests.support.llama_reference import (
+    KERNELS,
     all_logits,
     chunk_logits,
     load_reference,
     make_runner,
     reference_logits,
+    skip_without_kernels,
 )
 from tests.support.tiny_model import make_tiny_model
 
@@ -38,33 +42,68 @@ VARIANTS = {
 }
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_logits_equal_transformers(tmp_path, name):
+def test_logits_equal_transformers(tmp_path, name, kernels):
     directory = make_tiny_model(tmp_path, **VARIANTS[name])
     expected = reference_logits(load_reference(directory), TOKENS)
-    decoded = all_logits(make_runner(directory), TOKENS)
+    decoded = all_logits(make_runner(directory, kernels=kernels), TOKENS)
     assert (decoded - expected).abs().max() < 1e-4
-    prefilled = chunk_logits(make_runner(directory), TOKENS, len(TOKENS), [3, 1], 16)
+    prefilled = chunk_logits(make_runner(directory, kernels=kernels), TOKENS, len(TOKENS), [3, 1], 16)
     assert (prefilled - expected[-1]).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("same", [True, False])
-def test_tied_with_a_head_in_the_file_does_as_transformers_does(tmp_path, same):
+def test_tied_with_a_head_in_the_file_does_as_transformers_does(tmp_path, same, kernels):
     directory = make_tiny_model(tmp_path, tie=True)
     tensors = load_file(directory / "model.safetensors")
     embed = tensors["model.embed_tokens.weight"]
     tensors["lm_head.weight"] = embed.clone() if same else embed.flip(0).contiguous()
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     expected = reference_logits(load_reference(directory), TOKENS)
-    assert (all_logits(make_runner(directory), TOKENS) - expected).abs().max() < 1e-4
+    assert (all_logits(make_runner(directory, kernels=kernels), TOKENS) - expected).abs().max() < 1e-4
 
 
-def test_bfloat16_stays_close_to_float32(tmp_path):
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_bfloat16_stays_close_to_float32(tmp_path, kernels):
     directory = make_tiny_model(tmp_path, dtype="bfloat16")
     expected = reference_logits(load_reference(directory), TOKENS)
-    logits = all_logits(make_runner(directory, dtype="bfloat16"), TOKENS)
-    assert logits.dtype == torch.bfloat16
+    logits = all_logits(make_runner(directory, dtype="bfloat16", kernels=kernels), TOKENS)
     assert (logits.float() - expected).norm() / expected.norm() < 0.05
+
+
+@pytest.mark.parametrize("variant", ["grouped_query", "untied", "every_bias"])
+def test_int8_stays_close_to_float32(tmp_path, variant):
+    directory = make_tiny_model(tmp_path, **VARIANTS[variant])
+    expected = reference_logits(load_reference(directory), TOKENS)
+    runner = make_runner(directory, kernels="native", quantization="int8")
+    decoded = all_logits(runner, TOKENS)
+    assert 0 < (decoded - expected).norm() / expected.norm() < 0.1
+    # The products of a row do not depend on its neighbours, so only attention rounds otherwise here.
+    prefilled = chunk_logits(make_runner(directory, kernels="native", quantization="int8"), TOKENS, 7, [3, 1], 16)
+    assert (prefilled - decoded[-1]).norm() / expected[-1].norm() < 0.05
+
+
+def test_quantised_weights_are_refused_without_native_kernels(tmp_path):
+    with pytest.raises(ConfigError, match="int8 needs the native CPU kernels"):
+        make_runner(make_tiny_model(tmp_path), kernels="torch", quantization="int8")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernels", "wanted"),
+    [
+        ("auto", "native", "int8"),
+        ("auto", "torch", "float32"),
+        ("float32", "native", "float32"),
+        ("bfloat16", "native", "bfloat16"),
+    ],
+)
+def test_weights_are_quantised_only_where_no_dtype_was_asked_for(tmp_path, dtype, kernels, wanted):
+    if kernels == "native":
+        skip_without_kernels()
+    config = load_model_config(make_tiny_model(tmp_path))
+    assert resolve_precision(config, dtype=dtype, device="cpu", kernels=kernels).weight_format == wanted
 
 
 def test_outputs_of_the_tiny_model_are_far_from_ties(tmp_path):

@@ -1,13 +1,15 @@
 import random
+from functools import partial
 
 import pytest
 import torch
 
 from engine.runner import StepBatch
+from tests.support import llama_reference
 from tests.support.llama_reference import (
+    KERNELS,
     chunk_logits,
     load_reference,
-    make_runner,
     reference_logits,
     scheduled,
 )
@@ -33,13 +35,20 @@ def expected(directory, prompts):
     return [reference_logits(model, prompt) for prompt in prompts]
 
 
+@pytest.fixture(params=KERNELS)
+def make_runner(request):
+    return partial(llama_reference.make_runner, kernels=request.param)
+
+
 def close(actual, wanted):
     return (actual - wanted).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 32, 64])
 @pytest.mark.parametrize("chunk", [1, 2, 7, 16, 33, NUM_TOKENS])
-def test_chunks_and_blocks_of_any_size_give_the_same_logits(directory, prompts, expected, block_size, chunk):
+def test_chunks_and_blocks_of_any_size_give_the_same_logits(
+    make_runner, directory, prompts, expected, block_size, chunk
+):
     num_blocks = -(-NUM_TOKENS // block_size) + 3
     table = random.Random(1).sample(range(num_blocks), num_blocks)
     runner = make_runner(directory, num_blocks=num_blocks, block_size=block_size)
@@ -47,7 +56,7 @@ def test_chunks_and_blocks_of_any_size_give_the_same_logits(directory, prompts, 
 
 
 @pytest.mark.parametrize("block_size", [1, 16])
-def test_a_mixed_batch_gives_every_sequence_its_own_logits(directory, prompts, expected, block_size):
+def test_a_mixed_batch_gives_every_sequence_its_own_logits(make_runner, directory, prompts, expected, block_size):
     """Decodes of very different lengths, a first chunk, a later chunk and a one-token prompt in one step."""
     blocks_each = -(-NUM_TOKENS // block_size)
     num_blocks = blocks_each * len(prompts)
@@ -68,7 +77,7 @@ def test_a_mixed_batch_gives_every_sequence_its_own_logits(directory, prompts, e
         assert close(row, wanted[cached + count - 1])
 
 
-def test_only_sequences_that_sample_get_logits_in_the_order_of_the_batch(directory, prompts, expected):
+def test_only_sequences_that_sample_get_logits_in_the_order_of_the_batch(make_runner, directory, prompts, expected):
     runner = make_runner(directory)
     seqs = [
         scheduled(prompts[0][:20], 0, [0, 1]),
@@ -82,7 +91,7 @@ def test_only_sequences_that_sample_get_logits_in_the_order_of_the_batch(directo
         assert close(row, expected[prompt][position])
 
 
-def test_a_batch_that_samples_nothing_writes_its_kv_all_the_same(directory, prompts, expected):
+def test_a_batch_that_samples_nothing_writes_its_kv_all_the_same(make_runner, directory, prompts, expected):
     runner = make_runner(directory)
     first = runner.logits(StepBatch([scheduled(prompts[0][:30], 0, [5, 6], sample=False)], 16))
     assert first.shape == (0, 384)
@@ -90,7 +99,7 @@ def test_a_batch_that_samples_nothing_writes_its_kv_all_the_same(directory, prom
     assert close(logits[0], expected[0][30])
 
 
-def test_neighbours_do_not_change_a_decode(directory, prompts):
+def test_neighbours_do_not_change_a_decode(make_runner, directory, prompts):
     """Alone, and beside longer sequences that force padding on it."""
 
     def decode(num_neighbours):
@@ -105,7 +114,7 @@ def test_neighbours_do_not_change_a_decode(directory, prompts):
     assert close(decode(0), decode(4))
 
 
-def test_blocks_past_the_context_and_stale_kv_are_never_read(directory, prompts, expected):
+def test_blocks_past_the_context_and_stale_kv_are_never_read(make_runner, directory, prompts, expected):
     runner = make_runner(directory)
     # Fill blocks with the KV of another prompt, then use them again, with more blocks than needed.
     runner.logits(StepBatch([scheduled(prompts[1], 0, [0, 1, 2, 3])], 16))
@@ -114,7 +123,7 @@ def test_blocks_past_the_context_and_stale_kv_are_never_read(directory, prompts,
     assert close(logits[0], expected[0][18])
 
 
-def test_many_sequences_are_cut_into_several_groups(directory, prompts, expected, monkeypatch):
+def test_many_sequences_are_cut_into_several_groups(make_runner, directory, prompts, expected, monkeypatch):
     monkeypatch.setattr("engine.attention._GROUP_TOKENS_CPU", 64)
     runner = make_runner(directory)
     tables = [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(6)]
@@ -126,13 +135,13 @@ def test_many_sequences_are_cut_into_several_groups(directory, prompts, expected
         assert close(logits[i], expected[i][5 + 8 * i])
 
 
-def test_a_batch_of_another_block_size_is_a_bug(directory, prompts):
+def test_a_batch_of_another_block_size_is_a_bug(make_runner, directory, prompts):
     runner = make_runner(directory, block_size=16)
     with pytest.raises(AssertionError):
         runner.logits(StepBatch([scheduled(prompts[0][:3], 0, [0])], 8))
 
 
-def test_inference_leaves_no_graph(directory, prompts):
+def test_inference_leaves_no_graph(make_runner, directory, prompts):
     logits = make_runner(directory).logits(StepBatch([scheduled(prompts[0][:3], 0, [0])], 16))
     assert logits.is_inference()
     assert not torch.is_grad_enabled() or logits.grad_fn is None

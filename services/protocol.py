@@ -55,6 +55,11 @@ class Sampling(Message, frozen=True):
     choice: int = 0
     stop_token_ids: list[int] = []
     logprobs: int | None = None
+    bad_words: list[list[int]] = []
+    allowed_token_ids: list[int] = []
+
+    def of_choice(self, choice: int) -> Sampling:
+        return self if choice == self.choice else msgspec.structs.replace(self, choice=choice)
 
 
 class Work(Message, frozen=True):

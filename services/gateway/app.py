@@ -15,7 +15,10 @@ from starlette.types import ASGIApp
 
 from services.gateway.errors import ApiError, InvalidRequest, NotFound
 from services.gateway.gateway import Gateway
-from services.gateway.generation import ChatEndpoint, CompletionEndpoint
+from services.gateway.generation import GenerationEndpoint
+from services.gateway.openai.chat import ChatApi, ChatPlanner
+from services.gateway.openai.common import ServedModel
+from services.gateway.openai.completions import CompletionApi
 from services.gateway.request_id import RequestIds
 
 MAX_LISTED = 100
@@ -23,6 +26,8 @@ MAX_LISTED = 100
 
 def create_public_app(gateway: Gateway) -> ASGIApp:
     app = _app()
+    served = ServedModel(gateway.config.model_name, gateway.text)
+    planner = ChatPlanner(served)
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -55,8 +60,8 @@ def create_public_app(gateway: Gateway) -> ASGIApp:
         Route("/ready", ready),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", one_model),
-        Route("/v1/chat/completions", ChatEndpoint(gateway), methods=["POST"]),
-        Route("/v1/completions", CompletionEndpoint(gateway), methods=["POST"]),
+        Route("/v1/chat/completions", GenerationEndpoint(gateway, ChatApi(planner)), methods=["POST"]),
+        Route("/v1/completions", GenerationEndpoint(gateway, CompletionApi(served)), methods=["POST"]),
     ]
     if gateway.config.public_metrics:
         app.router.routes.append(_metrics_route(gateway))

@@ -26,6 +26,11 @@ class GatewayConfig(BaseModel):
     secret_file: Path | None = Field(None, description="file with the secret that all processes of a system share")
     public_metrics: bool = Field(True, description="serve /metrics on the public port too")
 
+    chat_template: Path | None = Field(None, description="Jinja chat template to use in place of the model's own")
+    generation_config: Literal["auto", "none"] = Field(
+        "auto", description="auto: the model's generation_config.json gives defaults for temperature, top_p, ..."
+    )
+
     max_body_bytes: int = Field(8 << 20, ge=1024, description="longest request body; a longer one gets 413")
     body_timeout_s: float = Field(30.0, gt=0, description="seconds a client gets to send its whole body")
     request_timeout_s: float = Field(

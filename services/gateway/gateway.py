@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Iterable
+from importlib.metadata import version
 
 from prometheus_client import Metric
 
@@ -20,6 +22,8 @@ from services.gateway.text.model_text import ModelText
 from services.gateway.timeline import Timelines
 from services.gateway.work_pool import WorkPool
 from services.gateway.worker_client import WorkerClient
+
+VERSION = version("kvbaton")
 
 
 class Gateway:
@@ -59,7 +63,9 @@ class Gateway:
     @classmethod
     async def create(cls, config: GatewayConfig) -> Gateway:
         """Load the text side on a thread, then build. Raises ConfigError, TokenizerError, TemplateError."""
-        return cls(config, await asyncio.to_thread(ModelText.load, config.model))
+        use_defaults = config.generation_config == "auto"
+        text = await asyncio.to_thread(ModelText.load, config.model, config.chat_template, use_defaults=use_defaults)
+        return cls(config, text)
 
     def start(self) -> None:
         self.cluster.start()
@@ -91,6 +97,14 @@ class Gateway:
         return min(
             self.text.config.max_position_embeddings, self._longest() or self.text.config.max_position_embeddings
         )
+
+    def system_fingerprint(self) -> str | None:
+        """What answers are computed with: equal for equal models, dtypes and versions. None without a worker."""
+        prints = {worker.info.fingerprint for worker in self.cluster.workers() if worker.info.fingerprint}
+        if not prints:
+            return None
+        parts = sorted(f"{found.model} {found.dtype}" for found in prints)
+        return "fp_" + hashlib.sha256("\n".join([VERSION, *parts]).encode()).hexdigest()[:12]
 
     def _longest(self) -> int:
         return longest_request(self.cluster.workers())

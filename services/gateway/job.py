@@ -27,6 +27,8 @@ class Job:
     """On the event loop's clock."""
     ticket: int
     timeline: Timeline
+    cache_domain: bytes = b""
+    """Requests of different domains never share cached KV."""
     output_token_ids: list[int] = field(default_factory=list)
     """Every output token so far, each once; what the client has been given, or is about to be."""
     finish_reason: str | None = None

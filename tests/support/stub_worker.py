@@ -106,6 +106,8 @@ class StubWorker:
     fabric: Fabric
     output: list[int]
     """What the model answers to anything."""
+    output_of_choice: dict[int, list[int]] = field(default_factory=dict)
+    """What it answers where a choice is not to answer that."""
     incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
     state: Literal["loading", "ready", "draining", "failed"] = "ready"
     fingerprint: Fingerprint = FINGERPRINT
@@ -217,6 +219,7 @@ class StubWorker:
     async def _tokens(self, call: Call, behaviour: Behaviour, limit: int | None) -> AsyncIterator[Frame]:
         """Token frames, then Finish if the output ends; with a limit, nothing after it unless it ends there."""
         sampling = call.request.work.sampling
+        output = self.output_of_choice.get(sampling.choice, self.output)
         index = len(call.request.work.output_token_ids)
         while True:
             await self._misbehave(call, behaviour)
@@ -226,7 +229,7 @@ class StubWorker:
             batch: list[int] = []
             ending = None
             while ending is None and len(batch) < behaviour.tokens_a_frame:
-                batch.append(self.output[index + len(batch)] if index + len(batch) < len(self.output) else 2)
+                batch.append(output[index + len(batch)] if index + len(batch) < len(output) else 2)
                 ending = _ending(batch[-1], index + len(batch), sampling)
             logprobs = [_logprob(token_id, sampling.logprobs) for token_id in batch] if _scored(sampling) else []
             call.num_tokens += len(batch)

@@ -1,0 +1,97 @@
+"""One choice of an answer: from the tokens of its job to deltas. On the event loop.
+
+The text of a choice is the same whatever the grouping in which its tokens arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from services.gateway.job import Job, NewTokens
+from services.gateway.output import Delta, Ending, Reason, ScoredToken
+from services.gateway.plan import OutputParser, TextOptions
+from services.gateway.text.text_stream import TextStream
+
+
+class Choice:
+    def __init__(
+        self,
+        index: int,
+        job: Job,
+        stream: TextStream,
+        options: TextOptions,
+        *,
+        echo: str = "",
+        parser: OutputParser | None = None,
+        eos_token_ids: Collection[int] = (),
+    ) -> None:
+        self.index = index
+        self.job = job
+        self._stream = stream
+        self._options = options
+        self._echo = echo
+        self._parser = parser
+        self._eos_token_ids = eos_token_ids
+        self._num_echoed_chars = len(echo)
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was met: the job need not go on."""
+        return self._stream.stopped
+
+    @property
+    def num_tokens(self) -> int:
+        return 0 if self._options.no_output else self._stream.num_tokens
+
+    def read(self, batch: NewTokens) -> Delta:
+        """What new tokens add. Tokens after a stop string are not read."""
+        delta = Delta(self._take_echo())
+        if self._options.no_output:
+            return delta
+        text, scored, token_ids = "", [], []
+        for token_id, logprob in batch:
+            if logprob is not None:
+                scored.append(ScoredToken(token_id, logprob, self._num_echoed_chars + self._stream.num_chars))
+            token_ids.append(token_id)
+            text += self._stream.push(token_id)
+            if self._stream.stopped:
+                break
+        delta = self._parsed(delta, text)
+        delta.scored = scored
+        if self._options.token_ids:
+            delta.token_ids = token_ids
+        return delta
+
+    def finish(self) -> Delta:
+        """The rest, once the job has ended or a stop string was met."""
+        delta = Delta(self._take_echo())
+        if self._options.no_output:
+            return delta
+        delta = self._parsed(delta, self._stream.flush())
+        return delta.then(self._parser.flush()) if self._parser is not None else delta
+
+    def ending(self) -> Ending:
+        if self._options.no_output:
+            return Ending("length")
+        if self._stream.stopped:
+            return Ending(self._reason("stop"), self._stream.stop)
+        reason = self.job.finish_reason
+        assert reason in ("stop", "length"), f"a job ended with {reason!r}"
+        last = self.job.output_token_ids[-1] if self.job.output_token_ids else None
+        ours = reason != "stop" or last in self._eos_token_ids
+        return Ending(self._reason(reason), None if ours else last)  # type: ignore[arg-type]
+
+    def _reason(self, reason: Reason) -> Reason:
+        """A call that was cut off is no call to make."""
+        called = self._parser is not None and self._parser.num_tool_calls > 0
+        return "tool_calls" if called and reason == "stop" else reason
+
+    def _take_echo(self) -> str:
+        echo, self._echo = self._echo, ""
+        return echo
+
+    def _parsed(self, before: Delta, text: str) -> Delta:
+        if self._parser is not None:
+            return before.then(self._parser.push(text)) if text else before
+        before.content += text
+        return before

@@ -1,0 +1,87 @@
+"""POST /v1/chat/completions: a body to its plan. On a pool thread.
+
+The planner serves the other APIs that chat, too: they put what they are asked as a ChatRequest and answer in their
+own words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from services.gateway.errors import InvalidRequest
+from services.gateway.openai.answers import AnswerOptions, ChatAnswer
+from services.gateway.openai.common import ServedModel, answer_options, text_options, truncated
+from services.gateway.openai.prompts import read_messages
+from services.gateway.openai.requests import ChatRequest, parse_chat
+from services.gateway.openai.sampling import fit_max_tokens, requested_tokens, to_sampling
+from services.gateway.plan import Answer, AnswerHead, Api, Plan, PromptPlan
+from services.gateway.text.model_text import ChatOptions
+
+_OURS = frozenset({"messages", "tools", "add_generation_prompt"})
+MakeAnswer = Callable[[AnswerHead], Answer]
+
+
+class ChatPlanner:
+    def __init__(self, model: ServedModel) -> None:
+        self.model = model
+
+    def plan(
+        self, request: ChatRequest, context: int, answer: Callable[[AnswerOptions], MakeAnswer], param: str
+    ) -> Plan:
+        """`param`: the field that holds the prompt, for errors about all of it."""
+        model = self.model
+        model.check_name(request.model)
+        # Cheap checks come before the tokenizer.
+        requested_tokens(request)
+        text = text_options(request)
+        messages = read_messages(request.messages)
+        limit = None if request.truncate_prompt_tokens else context
+        encode = partial(model.text.chat_prompt, messages, limit, _chat_options(request))
+        prompt = model.tokenized(context, param, encode)
+        token_ids = truncated(prompt.token_ids, request)
+        if not token_ids:
+            raise InvalidRequest(f"{param} has no tokens", param=param)
+        sampling = to_sampling(request, fit_max_tokens(request, len(token_ids), context), model.for_sampling())
+        plans = [PromptPlan(token_ids, sampling)]
+        return Plan(
+            plans,
+            answer(answer_options(request, plans, model)),
+            n=request.n or 1,
+            stream=bool(request.stream),
+            text=text,
+            cache_salt=request.cache_salt or "",
+            priority=request.priority or 0,
+        )
+
+
+class ChatApi(Api):
+    name = "chat.completions"
+    id_prefix = "chatcmpl"
+
+    def __init__(self, planner: ChatPlanner) -> None:
+        self._planner = planner
+
+    def plan(self, body: bytes, context: int) -> Plan:
+        return self._planner.plan(parse_chat(body), context, lambda options: partial(ChatAnswer, options), "messages")
+
+
+def _chat_options(request: ChatRequest) -> ChatOptions:
+    variables = dict(request.chat_template_kwargs or {})
+    taken = sorted(_OURS & variables.keys())
+    if taken:
+        raise InvalidRequest(f"chat_template_kwargs may not set {taken[0]}", param="chat_template_kwargs")
+    if request.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    continues = bool(request.continue_final_message)
+    opens = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+    if continues and opens:
+        raise InvalidRequest(
+            "continue_final_message needs add_generation_prompt to be false", param="continue_final_message"
+        )
+    return ChatOptions(
+        variables=variables,
+        add_generation_prompt=opens,
+        continue_final_message=continues,
+        add_special_tokens=bool(request.add_special_tokens),
+    )

@@ -27,7 +27,7 @@ MAX_LISTED = 100
 def create_public_app(gateway: Gateway) -> ASGIApp:
     app = _app()
     served = ServedModel(gateway.config.model_name, gateway.text)
-    planner = ChatPlanner(served)
+    planner = ChatPlanner(served, gateway.output_format)
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})

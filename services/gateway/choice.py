@@ -36,8 +36,8 @@ class Choice:
 
     @property
     def stopped(self) -> bool:
-        """A stop string was met: the job need not go on."""
-        return self._stream.stopped
+        """The answer is complete, whatever else the job would make."""
+        return self._stream.stopped or (self._parser is not None and self._parser.ended)
 
     @property
     def num_tokens(self) -> int:
@@ -73,7 +73,7 @@ class Choice:
     def ending(self) -> Ending:
         if self._options.no_output:
             return Ending("length")
-        if self._stream.stopped:
+        if self.stopped:
             return Ending(self._reason("stop"), self._stream.stop)
         reason = self.job.finish_reason
         assert reason in ("stop", "length"), f"a job ended with {reason!r}"

@@ -27,6 +27,12 @@ class GatewayConfig(BaseModel):
     public_metrics: bool = Field(True, description="serve /metrics on the public port too")
 
     chat_template: Path | None = Field(None, description="Jinja chat template to use in place of the model's own")
+    tool_parser: Literal["auto", "hermes", "llama3", "none"] = Field(
+        "auto", description="how the model writes tool calls; auto: as its chat template shows"
+    )
+    reasoning_parser: Literal["auto", "think", "none"] = Field(
+        "auto", description="how the model marks its reasoning; auto: as its chat template shows"
+    )
     generation_config: Literal["auto", "none"] = Field(
         "auto", description="auto: the model's generation_config.json gives defaults for temperature, top_p, ..."
     )

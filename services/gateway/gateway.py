@@ -20,6 +20,7 @@ from services.gateway.metrics import GatewayMetrics, gauge, labelled_gauge
 from services.gateway.router import longest_request
 from services.gateway.text.model_text import ModelText
 from services.gateway.timeline import Timelines
+from services.gateway.tools.formats import OutputFormat
 from services.gateway.work_pool import WorkPool
 from services.gateway.worker_client import WorkerClient
 
@@ -32,6 +33,8 @@ class Gateway:
     def __init__(self, config: GatewayConfig, text: ModelText) -> None:
         self.config = config
         self.text = text
+        source = text.template.source if text.template is not None else ""
+        self.output_format = OutputFormat.of(source, config.tool_parser, config.reasoning_parser)
         self.draining = False
         self.created = int(time.time())
         self.num_running = 0

@@ -135,8 +135,9 @@ class GenerationEndpoint:
                 min_tokens=job.sampling.min_tokens,
                 include_stop=plan.text.include_stop,
             )
-            parser = plan.parser() if plan.parser is not None else None
-            choices.append(Choice(index, job, stream, plan.text, echo=prompt.echo, parser=parser, eos_token_ids=eos))
+            choices.append(
+                Choice(index, job, stream, plan.text, echo=prompt.echo, parser=plan.parser(), eos_token_ids=eos)
+            )
         return choices
 
     async def _answer(self, exchange: Exchange, plan: Plan, choices: list[Choice], timeline: Timeline) -> None:

@@ -24,7 +24,12 @@ class OutputParser(Protocol):
         """What was held back because more might have come. Called once, at the end."""
 
     @property
-    def num_tool_calls(self) -> int: ...
+    def num_tool_calls(self) -> int:
+        """Complete ones."""
+
+    @property
+    def ended(self) -> bool:
+        """Whatever else the model would write is not wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,8 @@ class Plan:
     n: int = 1
     stream: bool = False
     text: TextOptions = TextOptions()
-    parser: Callable[[], OutputParser] | None = None
+    parser: Callable[[], OutputParser | None] = lambda: None
+    """A new one for each choice; None where all text is content."""
     cache_salt: str = ""
     priority: int = 0
 

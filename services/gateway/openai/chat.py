@@ -17,14 +17,18 @@ from services.gateway.openai.requests import ChatRequest, parse_chat
 from services.gateway.openai.sampling import fit_max_tokens, requested_tokens, to_sampling
 from services.gateway.plan import Answer, AnswerHead, Api, Plan, PromptPlan
 from services.gateway.text.model_text import ChatOptions
+from services.gateway.tools.definitions import ToolUse, read_tool_use
+from services.gateway.tools.formats import OutputFormat
+from services.gateway.tools.reasoning import opens_thought
 
 _OURS = frozenset({"messages", "tools", "add_generation_prompt"})
 MakeAnswer = Callable[[AnswerHead], Answer]
 
 
 class ChatPlanner:
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, output_format: OutputFormat) -> None:
         self.model = model
+        self._format = output_format
 
     def plan(
         self, request: ChatRequest, context: int, answer: Callable[[AnswerOptions], MakeAnswer], param: str
@@ -35,9 +39,10 @@ class ChatPlanner:
         # Cheap checks come before the tokenizer.
         requested_tokens(request)
         text = text_options(request)
+        use = self._tool_use(request)
         messages = read_messages(request.messages)
         limit = None if request.truncate_prompt_tokens else context
-        encode = partial(model.text.chat_prompt, messages, limit, _chat_options(request))
+        encode = partial(model.text.chat_prompt, messages, limit, _chat_options(request, use))
         prompt = model.tokenized(context, param, encode)
         token_ids = truncated(prompt.token_ids, request)
         if not token_ids:
@@ -50,9 +55,19 @@ class ChatPlanner:
             n=request.n or 1,
             stream=bool(request.stream),
             text=text,
+            parser=lambda: self._format.parser(use.names, one_only=use.one_only, thinking=opens_thought(prompt.tail)),
             cache_salt=request.cache_salt or "",
             priority=request.priority or 0,
         )
+
+    def _tool_use(self, request: ChatRequest) -> ToolUse:
+        use = read_tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
+        template = self.model.text.template
+        if use.tools and (template is None or not template.shows_tools or self._format.tools == "none"):
+            raise InvalidRequest("the chat template of this model has no place for tools", param="tools")
+        if use.mode == "required":
+            raise InvalidRequest("tool_choice can be none or auto", param="tool_choice")
+        return use
 
 
 class ChatApi(Api):
@@ -66,7 +81,7 @@ class ChatApi(Api):
         return self._planner.plan(parse_chat(body), context, lambda options: partial(ChatAnswer, options), "messages")
 
 
-def _chat_options(request: ChatRequest) -> ChatOptions:
+def _chat_options(request: ChatRequest, use: ToolUse) -> ChatOptions:
     variables = dict(request.chat_template_kwargs or {})
     taken = sorted(_OURS & variables.keys())
     if taken:
@@ -80,6 +95,7 @@ def _chat_options(request: ChatRequest) -> ChatOptions:
             "continue_final_message needs add_generation_prompt to be false", param="continue_final_message"
         )
     return ChatOptions(
+        tools=use.definitions,
         variables=variables,
         add_generation_prompt=opens,
         continue_final_message=continues,

@@ -33,8 +33,6 @@ _UNSUPPORTED_SHARED: Neutral = {
 }
 UNSUPPORTED_CHAT: Neutral = {
     **_UNSUPPORTED_SHARED,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "functions": ([],),
     "function_call": ("none", "auto"),

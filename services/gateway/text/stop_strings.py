@@ -33,7 +33,7 @@ class StopStrings:
             start, end = cut
             self.met = held[start:end]
             return held[: end if self._keep else start], True
-        start = min(_possible_start(held, stop) for stop in self._stops)
+        start = min(possible_start(held, stop) for stop in self._stops)
         self._held = held[start:]
         return held[:start], False
 
@@ -48,7 +48,7 @@ class StopStrings:
         return min(matches)[::-1] if matches else None
 
 
-def _possible_start(text: str, stop: str) -> int:
+def possible_start(text: str, stop: str) -> int:
     """Where the longest end of `text` begins that `stop` begins with; len(text) where there is none."""
     start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while start >= 0:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
@@ -13,6 +10,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from services.gateway.anthropic.api import MessagesApi
+from services.gateway.endpoints import json_response, small_routes
 from services.gateway.errors import ApiError, InvalidRequest, NotFound
 from services.gateway.gateway import Gateway
 from services.gateway.generation import GenerationEndpoint
@@ -20,6 +19,7 @@ from services.gateway.openai.chat import ChatApi, ChatPlanner
 from services.gateway.openai.common import ServedModel
 from services.gateway.openai.completions import CompletionApi
 from services.gateway.request_id import RequestIds
+from services.gateway.responses.api import ResponsesApi
 
 MAX_LISTED = 100
 
@@ -35,33 +35,14 @@ def create_public_app(gateway: Gateway) -> ASGIApp:
     async def ready(_: Request) -> Response:
         return JSONResponse({"ready": gateway.ready}, status_code=200 if gateway.ready else 503)
 
-    def model() -> dict[str, Any]:
-        name = gateway.config.model_name
-        limit = gateway.described_context_tokens()
-        return {
-            "id": name,
-            "object": "model",
-            "created": gateway.created,
-            "owned_by": "kvbaton",
-            "max_model_len": limit,
-        }
-
-    async def models(_: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [model()]})
-
-    async def one_model(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name != gateway.config.model_name:
-            raise NotFound(f"The model {name!r} does not exist", param="model", code="model_not_found")
-        return JSONResponse(model())
-
     app.router.routes += [
         Route("/health", health),
         Route("/ready", ready),
-        Route("/v1/models", models),
-        Route("/v1/models/{name:path}", one_model),
         Route("/v1/chat/completions", GenerationEndpoint(gateway, ChatApi(planner)), methods=["POST"]),
         Route("/v1/completions", GenerationEndpoint(gateway, CompletionApi(served)), methods=["POST"]),
+        Route("/v1/responses", GenerationEndpoint(gateway, ResponsesApi(planner)), methods=["POST"]),
+        Route("/v1/messages", GenerationEndpoint(gateway, MessagesApi(planner)), methods=["POST"]),
+        *small_routes(gateway, planner),
     ]
     if gateway.config.public_metrics:
         app.router.routes.append(_metrics_route(gateway))
@@ -75,16 +56,16 @@ def create_admin_app(gateway: Gateway) -> ASGIApp:
         return JSONResponse({"status": "ok"})
 
     async def requests(_: Request) -> Response:
-        return _json([timeline.body() for timeline in gateway.timelines.latest(MAX_LISTED)])
+        return json_response([timeline.body() for timeline in gateway.timelines.latest(MAX_LISTED)])
 
     async def one_request(request: Request) -> Response:
         timeline = gateway.timelines.find(request.path_params["request_id"])
         if timeline is None:
             raise NotFound("no such request among those still remembered")
-        return _json(timeline.body())
+        return json_response(timeline.body())
 
     async def cluster(_: Request) -> Response:
-        return _json({"workers": gateway.cluster.describe(), "num_queued": gateway.admission.num_queued})
+        return json_response({"workers": gateway.cluster.describe(), "num_queued": gateway.admission.num_queued})
 
     app.router.routes += [
         Route("/health", health),
@@ -109,10 +90,6 @@ def _metrics_route(gateway: Gateway) -> Route:
         return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return Route("/metrics", metrics)
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 async def _on_api_error(_: Request, error: Exception) -> Response:

@@ -33,6 +33,7 @@ class Choice:
         self._parser = parser
         self._eos_token_ids = eos_token_ids
         self._num_echoed_chars = len(echo)
+        self.num_reasoning_tokens = 0
 
     @property
     def stopped(self) -> bool:
@@ -48,15 +49,14 @@ class Choice:
         delta = Delta(self._take_echo())
         if self._options.no_output:
             return delta
-        text, scored, token_ids = "", [], []
+        scored, token_ids = [], []
         for token_id, logprob in batch:
             if logprob is not None:
                 scored.append(ScoredToken(token_id, logprob, self._num_echoed_chars + self._stream.num_chars))
             token_ids.append(token_id)
-            text += self._stream.push(token_id)
-            if self._stream.stopped:
+            delta = self._parsed(delta, self._stream.push(token_id))
+            if self.stopped:
                 break
-        delta = self._parsed(delta, text)
         delta.scored = scored
         if self._options.token_ids:
             delta.token_ids = token_ids
@@ -67,8 +67,11 @@ class Choice:
         delta = Delta(self._take_echo())
         if self._options.no_output:
             return delta
-        delta = self._parsed(delta, self._stream.flush())
-        return delta.then(self._parser.flush()) if self._parser is not None else delta
+        rest = self._stream.flush()
+        if self._parser is None:
+            delta.content += rest
+            return delta
+        return delta.then(self._parser.push(rest)).then(self._parser.flush())
 
     def ending(self) -> Ending:
         if self._options.no_output:
@@ -91,7 +94,10 @@ class Choice:
         return echo
 
     def _parsed(self, before: Delta, text: str) -> Delta:
-        if self._parser is not None:
-            return before.then(self._parser.push(text)) if text else before
-        before.content += text
-        return before
+        if self._parser is None:
+            before.content += text
+            return before
+        was_thinking = self._parser.thinking
+        after = before.then(self._parser.push(text)) if text else before
+        self.num_reasoning_tokens += was_thinking or self._parser.thinking
+        return after

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+import uuid
 from collections.abc import Iterable
 from importlib.metadata import version
 
@@ -100,6 +101,10 @@ class Gateway:
         return min(
             self.text.config.max_position_embeddings, self._longest() or self.text.config.max_position_embeddings
         )
+
+    def new_request_id(self) -> str:
+        """Of a request that generates nothing."""
+        return f"req-{uuid.uuid4().hex}"
 
     def system_fingerprint(self) -> str | None:
         """What answers are computed with: equal for equal models, dtypes and versions. None without a worker."""

@@ -39,7 +39,7 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
-        request_id = f"{self._api.id_prefix}-{uuid.uuid4().hex}"
+        request_id = f"{self._api.id_prefix}{self._api.id_separator}{uuid.uuid4().hex}"
         exchange = Exchange(scope, receive, send, request_id, gateway.config.stall_timeout_s)
         timeline = Timeline(request_id, self._api.name, time.time(), _now(), exchange.header("x-request-id"))
         gateway.timelines.begin(timeline)
@@ -151,7 +151,8 @@ class GenerationEndpoint:
         num_cached = timeline.cached_tokens(plan.n)
         self._gateway.metrics.cached_tokens.inc(num_cached or 0)
         num_output = sum(choice.num_tokens for choice in choices)
-        await writer.end(Usage(timeline.num_prompt_tokens, num_output, num_cached))
+        num_reasoning = sum(choice.num_reasoning_tokens for choice in choices)
+        await writer.end(Usage(timeline.num_prompt_tokens, num_output, num_cached, num_reasoning))
 
     def _note(self, choice: Choice, ending: Ending | None) -> None:
         """When tokens came, and how it ended."""

@@ -102,3 +102,5 @@ class Usage:
     num_completion_tokens: int
     num_cached_tokens: int | None
     """Prompt tokens that a prefix cache already had; None where the answer ended before a worker said."""
+    num_reasoning_tokens: int = 0
+    """Completion tokens that were reasoning, the marks around it included."""

@@ -28,6 +28,10 @@ class OutputParser(Protocol):
         """Complete ones."""
 
     @property
+    def thinking(self) -> bool:
+        """What comes next is reasoning, as far as is known."""
+
+    @property
     def ended(self) -> bool:
         """Whatever else the model would write is not wanted."""
 
@@ -109,6 +113,7 @@ class Api(ABC):
     name: str
     """In metrics and records."""
     id_prefix: str
+    id_separator: str = "-"
 
     @abstractmethod
     def plan(self, body: bytes, context: int) -> Plan:

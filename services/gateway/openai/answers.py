@@ -36,18 +36,21 @@ class AnswerOptions:
     prompts: Sequence[list[int]] | None = None
     """Token ids of the prompts, where the request asked for token ids."""
     num_per_prompt: int = 1
+    num_prompt_tokens: int = 0
 
     def prompt_of(self, choice: int) -> list[int] | None:
         return self.prompts[choice // self.num_per_prompt] if self.prompts is not None else None
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    cached = usage.num_cached_tokens
+    cached, reasoning = usage.num_cached_tokens, usage.num_reasoning_tokens
+    details = {"completion_tokens_details": {"reasoning_tokens": reasoning}} if reasoning else {}
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_completion_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
         "prompt_tokens_details": None if cached is None else {"cached_tokens": cached},
+        **details,
     }
 
 
@@ -138,17 +141,7 @@ class ChatAnswer(OpenAiAnswer):
         return b"".join(map(sse, chunks))
 
     def logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
-        content = []
-        for token in scored:
-            assert token.logprob is not None, "a chat lists no prompt tokens"
-            top = [self._entry(other, logprob) for other, logprob in token.logprob.top]
-            content.append(self._entry(token.token_id, token.logprob.logprob) | {"top_logprobs": top})
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        spelled = self._options.spell(token_id)
-        token = f"token_id:{token_id}" if self._options.tokens_as_ids else spelled.decode(errors="replace")
-        return {"token": token, "logprob": logprob, "bytes": list(spelled)}
+        return {"content": [logprob_entry(token, self._options) for token in scored], "refusal": None}
 
     def _delta_choice(self, choice: int, delta: Delta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -174,6 +167,19 @@ class ChatAnswer(OpenAiAnswer):
 
     def _whole_extras(self) -> dict[str, Any]:
         return {"prompt_token_ids": self._options.prompt_of(0)} if self._options.prompts is not None else {}
+
+
+def logprob_entry(token: ScoredToken, options: AnswerOptions) -> dict[str, Any]:
+    """A token of a chat with its alternatives."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        spelled = options.spell(token_id)
+        name = f"token_id:{token_id}" if options.tokens_as_ids else spelled.decode(errors="replace")
+        return {"token": name, "logprob": logprob, "bytes": list(spelled)}
+
+    assert token.logprob is not None, "a chat lists no prompt tokens"
+    top = [entry(token_id, logprob) for token_id, logprob in token.logprob.top]
+    return entry(token.token_id, token.logprob.logprob) | {"top_logprobs": top}
 
 
 def call_body(call: ToolCall) -> dict[str, Any]:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from services.gateway.errors import InvalidRequest
+from services.gateway.json_body import validated
 from services.gateway.openai.answers import AnswerOptions, ChatAnswer
 from services.gateway.openai.common import ServedModel, answer_options, text_options, truncated
 from services.gateway.openai.prompts import read_messages
 from services.gateway.openai.requests import ChatRequest, parse_chat
 from services.gateway.openai.sampling import fit_max_tokens, requested_tokens, to_sampling
 from services.gateway.plan import Answer, AnswerHead, Api, Plan, PromptPlan
-from services.gateway.text.model_text import ChatOptions
+from services.gateway.text.model_text import ChatOptions, ChatPrompt
 from services.gateway.tools.definitions import ToolUse, read_tool_use
 from services.gateway.tools.formats import OutputFormat
 from services.gateway.tools.reasoning import opens_thought
@@ -40,10 +42,7 @@ class ChatPlanner:
         requested_tokens(request)
         text = text_options(request)
         use = self._tool_use(request)
-        messages = read_messages(request.messages)
-        limit = None if request.truncate_prompt_tokens else context
-        encode = partial(model.text.chat_prompt, messages, limit, _chat_options(request, use))
-        prompt = model.tokenized(context, param, encode)
+        prompt = self._prompt(request, use, context, param)
         token_ids = truncated(prompt.token_ids, request)
         if not token_ids:
             raise InvalidRequest(f"{param} has no tokens", param=param)
@@ -59,6 +58,17 @@ class ChatPlanner:
             cache_salt=request.cache_salt or "",
             priority=request.priority or 0,
         )
+
+    def tokenize(self, fields: dict[str, Any]) -> list[int]:
+        """The prompt of a chat of these fields, however long."""
+        request = validated(ChatRequest, fields)
+        return self._prompt(request, self._tool_use(request), None, "messages").token_ids
+
+    def _prompt(self, request: ChatRequest, use: ToolUse, context: int | None, param: str) -> ChatPrompt:
+        messages = read_messages(request.messages)
+        limit = None if request.truncate_prompt_tokens else context
+        encode = partial(self.model.text.chat_prompt, messages, limit, _chat_options(request, use))
+        return self.model.tokenized(context or 0, param, encode)
 
     def _tool_use(self, request: ChatRequest) -> ToolUse:
         use = read_tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)

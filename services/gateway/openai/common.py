@@ -81,4 +81,5 @@ def answer_options(request: GenerationRequest, prompts: list[PromptPlan], model:
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
         prompts=[prompt.token_ids for prompt in prompts] if request.return_token_ids else None,
         num_per_prompt=n,
+        num_prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
     )

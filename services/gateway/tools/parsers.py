@@ -33,6 +33,10 @@ class ToolParser(ABC):
         """Complete ones."""
 
     @property
+    def thinking(self) -> bool:
+        return False
+
+    @property
     def ended(self) -> bool:
         return self._one_only and self.num_tool_calls > 0
 

@@ -42,6 +42,10 @@ class ReasoningParser:
         return self._inner.num_tool_calls if self._inner is not None else 0
 
     @property
+    def thinking(self) -> bool:
+        return self._state is _State.THINKING
+
+    @property
     def ended(self) -> bool:
         return self._inner is not None and self._inner.ended
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -20,8 +21,12 @@ from services.gateway.openai.common import ServedModel
 from services.gateway.openai.completions import CompletionApi
 from services.gateway.request_id import RequestIds
 from services.gateway.responses.api import ResponsesApi
+from services.gateway.tenants.guard import Guard
 
 MAX_LISTED = 100
+EXPOSED_HEADERS = ["x-request-id", "retry-after"] + [
+    f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens")
+]
 
 
 def create_public_app(gateway: Gateway) -> ASGIApp:
@@ -46,7 +51,16 @@ def create_public_app(gateway: Gateway) -> ASGIApp:
     ]
     if gateway.config.public_metrics:
         app.router.routes.append(_metrics_route(gateway))
-    return RequestIds(app)
+    guarded: ASGIApp = Guard(app, gateway.keys)
+    if gateway.config.cors_origins:
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=gateway.config.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
+    return RequestIds(guarded)
 
 
 def create_admin_app(gateway: Gateway) -> ASGIApp:

@@ -18,6 +18,7 @@ from services.gateway.exchange import Exchange
 from services.gateway.gateway import VERSION, Gateway
 from services.gateway.json_body import read_body
 from services.gateway.openai.chat import ChatPlanner
+from services.gateway.tenants.guard import identity_of
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -125,14 +126,17 @@ def small_routes(gateway: Gateway, planner: ChatPlanner) -> list[Route]:
         body = {"server_load": gateway.num_running, "queued": gateway.admission.num_queued}
         return json_response(body)
 
+    def may_use(request: Request) -> bool:
+        return identity_of(request.scope).may_use(gateway.config.model_name)
+
     async def one_model(request: Request) -> Response:
         name = request.path_params["name"]
-        if name != gateway.config.model_name:
+        if name != gateway.config.model_name or not may_use(request):
             raise NotFound(f"The model {name!r} does not exist", param="model", code="model_not_found")
         return json_response(_model(gateway))
 
-    async def models(_: Request) -> Response:
-        return json_response({"object": "list", "data": [_model(gateway)]})
+    async def models(request: Request) -> Response:
+        return json_response({"object": "list", "data": [_model(gateway)] if may_use(request) else []})
 
     return [
         Route("/v1/models", models),

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.errors import ApiError, ClientGone, InvalidRequest, TooLarge
+from services.gateway.tenants.guard import identity_of
+from services.gateway.tenants.keys import Identity
 
 STALLED = "took nothing for too long"
 MAX_DISCARDED_BYTES = 64 << 20
@@ -30,6 +32,10 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         self._writing_since: float | None = None
         """When the event that is being written began to be, while the client does not take it."""
+
+    @property
+    def identity(self) -> Identity:
+        return identity_of(self._scope)
 
     def header(self, name: str) -> str | None:
         wanted = name.encode()

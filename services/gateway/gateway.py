@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 import uuid
 from collections.abc import Iterable
@@ -19,13 +20,16 @@ from services.gateway.errors import Unavailable
 from services.gateway.handoff import Handoffs
 from services.gateway.metrics import GatewayMetrics, gauge, labelled_gauge
 from services.gateway.router import longest_request
+from services.gateway.tenants.keys import KeyFileError, KeyRing
 from services.gateway.text.model_text import ModelText
 from services.gateway.timeline import Timelines
 from services.gateway.tools.formats import OutputFormat
 from services.gateway.work_pool import WorkPool
 from services.gateway.worker_client import WorkerClient
 
+logger = logging.getLogger(__name__)
 VERSION = version("kvbaton")
+KEYS_POLL_S = 1.0
 
 
 class Gateway:
@@ -40,6 +44,8 @@ class Gateway:
         self.created = int(time.time())
         self.num_running = 0
         """Requests between their arrival and their last byte."""
+        self.keys = KeyRing(config.api_keys_file) if config.api_keys_file else None
+        self._watch: asyncio.Task[None] | None = None
         self.pool = WorkPool(config.threads, config.max_pending_text_jobs)
         self.metrics = GatewayMetrics(self._gauges)
         self.timelines = Timelines(config.max_timelines)
@@ -73,8 +79,22 @@ class Gateway:
 
     def start(self) -> None:
         self.cluster.start()
+        if self.keys is not None:
+            self._watch = asyncio.create_task(self._watch_keys(self.keys))
+
+    async def _watch_keys(self, keys: KeyRing) -> None:
+        while True:
+            await asyncio.sleep(KEYS_POLL_S)
+            try:
+                if keys.reload_if_changed():
+                    logger.info("API keys read again from %s", keys.path)
+            except KeyFileError as error:
+                logger.error("the API keys stay as they were: %s", error)
 
     async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
         await self.cluster.close()
         await self._client.close()
         self.pool.close()

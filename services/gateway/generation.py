@@ -18,16 +18,20 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.choice import Choice
 from services.gateway.choices import run_choices
-from services.gateway.errors import ApiError, ClientGone, DeadlinePassed, Failed, Unavailable
+from services.gateway.errors import ApiError, ClientGone, DeadlinePassed, Failed, Forbidden, Unavailable
 from services.gateway.exchange import STALLED, Exchange
 from services.gateway.gateway import Gateway
 from services.gateway.job import Job
 from services.gateway.output import Delta, Ending, Result, Usage
 from services.gateway.plan import Answer, AnswerHead, Api, Plan
+from services.gateway.tenants.guard import rate_limited
+from services.gateway.tenants.keys import Identity
 from services.gateway.text.text_stream import TextStream
 from services.gateway.timeline import Timeline
 
 logger = logging.getLogger(__name__)
+CLASS_SHIFT = 33
+"""A request's own priority orders it within the class of its key only."""
 
 
 class GenerationEndpoint:
@@ -49,6 +53,7 @@ class GenerationEndpoint:
         finally:
             gateway.num_running -= 1
             timeline.finish(_now())
+            exchange.identity.meter.take_output(timeline.num_output_tokens, _now())
             gateway.metrics.output_tokens.inc(timeline.num_output_tokens)
             gateway.timelines.end(timeline)
             gateway.metrics.requests.labels(self._api.name, timeline.outcome).inc()
@@ -102,20 +107,30 @@ class GenerationEndpoint:
                     body,
                     self._gateway.context_tokens(),
                 )
-                choices = self._choices(plan, timeline, deadline)
+                self._admit(exchange.identity, plan)
+                choices = self._choices(plan, exchange.identity, timeline, deadline)
                 await self._answer(exchange, plan, choices, timeline)
         except TimeoutError:
             seconds = self._gateway.config.request_timeout_s
             raise DeadlinePassed(f"the request was not finished within {seconds:.0f} s") from None
 
-    def _choices(self, plan: Plan, timeline: Timeline, deadline: float) -> list[Choice]:
+    def _admit(self, identity: Identity, plan: Plan) -> None:
+        model = self._gateway.config.model_name
+        if not identity.may_use(model):
+            raise Forbidden(f"this API key may not use the model {model!r}", param="model")
+        refusal = identity.meter.take_prompt(plan.num_prompt_tokens, _now())
+        if refusal is not None:
+            raise rate_limited(refusal)
+
+    def _choices(self, plan: Plan, identity: Identity, timeline: Timeline, deadline: float) -> list[Choice]:
         gateway = self._gateway
-        num_prompt_tokens = sum(len(prompt.token_ids) for prompt in plan.prompts)
         timeline.tokenize_s = _now() - timeline.began
-        timeline.num_prompt_tokens = num_prompt_tokens
-        gateway.metrics.prompt_tokens.inc(num_prompt_tokens)
+        timeline.num_prompt_tokens = plan.num_prompt_tokens
+        timeline.tenant = identity.tenant or None
+        gateway.metrics.prompt_tokens.inc(plan.num_prompt_tokens)
         tokenizer, eos = gateway.text.tokenizer, gateway.text.config.eos_token_ids
-        cache_domain = _cache_domain(plan.cache_salt)
+        cache_domain = identity.cache_domain(plan.cache_salt)
+        priority = (identity.priority << CLASS_SHIFT) + plan.priority
         choices = []
         for index in range(plan.num_choices):
             prompt = plan.prompts[index // plan.n]
@@ -124,7 +139,7 @@ class GenerationEndpoint:
                 prompt.token_ids,
                 prompt.sampling.of_choice(index % plan.n),
                 deadline,
-                gateway.admission.ticket(plan.priority),
+                gateway.admission.ticket(priority),
                 timeline.of_choice(index, len(prompt.token_ids)) if plan.num_choices > 1 else timeline,
                 cache_domain,
             )
@@ -169,10 +184,6 @@ class GenerationEndpoint:
         elif timeline.last_token_at is not None:
             metrics.itl.observe(now - timeline.last_token_at)
         timeline.last_token_at, timeline.num_output_tokens = now, choice.num_tokens
-
-
-def _cache_domain(salt: str) -> bytes:
-    return salt.encode()
 
 
 class _Writer(Protocol):

@@ -106,6 +106,11 @@ class Plan:
     def num_choices(self) -> int:
         return self.n * len(self.prompts)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of each prompt once, however many choices."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
 
 class Api(ABC):
     """One of the APIs that generate."""

@@ -37,6 +37,7 @@ class Timeline:
     began: float
     """Arrival on the event loop's clock."""
     client_request_id: str | None = None
+    tenant: str | None = None
     outcome: str = "running"
     finish_reason: str | None = None
     num_prompt_tokens: int = 0
@@ -95,6 +96,7 @@ class Timeline:
         return {
             "request_id": self.request_id,
             "client_request_id": self.client_request_id,
+            "tenant": self.tenant,
             "endpoint": self.endpoint,
             "arrived": self.arrived,
             "outcome": self.outcome,

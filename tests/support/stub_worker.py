@@ -79,6 +79,7 @@ class Call:
 
     path: str
     request: GenerateRequest | PrefillRequest
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     num_tokens: int = 0
     ended: Literal["running", "finished", "cancelled", "broken"] = "running"
 
@@ -136,7 +137,7 @@ class StubWorker:
             await _answer(send, 200, protocol.encode(self.info()))
         else:
             decode = protocol.decode_generate if scope["path"] == "/v1/generate" else protocol.decode_prefill
-            await self._call(Call(scope["path"], decode(await _body(receive))), receive, send)
+            await self._call(Call(scope["path"], decode(await _body(receive)), scope["headers"]), receive, send)
 
     def info(self) -> WorkerInfo:
         return WorkerInfo(

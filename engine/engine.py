@@ -13,7 +13,8 @@ import numpy as np
 
 from engine.block_hash import root_key
 from engine.config import EngineConfig
-from engine.errors import InvalidRequest
+from engine.errors import ConfigError, InvalidRequest
+from engine.grammar import Grammars, GrammarState
 from engine.messages import (
     Abort,
     AddRequest,
@@ -46,12 +47,20 @@ Clock = Callable[[], float]
 
 
 class Engine:
-    def __init__(self, config: EngineConfig, runner: Runner, vocab_size: int, model_fingerprint: bytes = b"") -> None:
-        """`model_fingerprint` goes into the keys of cached blocks."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        vocab_size: int,
+        model_fingerprint: bytes = b"",
+        grammars: Grammars | None = None,
+    ) -> None:
+        """`model_fingerprint` goes into the keys of cached blocks. Without `grammars` none can be followed."""
         self._config = config
         self._runner = runner
         self._vocab_size = vocab_size
         self._model_fingerprint = model_fingerprint
+        self._grammars = grammars
         self._scheduler = Scheduler(config)
         self._requests: dict[str, Request] = {}
         self._stalled = False
@@ -126,7 +135,18 @@ class Engine:
             if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
                 raise InvalidRequest(f"token ids must be between 0 and {self._vocab_size - 1}", param)
         self._check_length(spec)
-        return Request(spec, root_key(self._model_fingerprint, spec.cache_domain), now)
+        request = Request(spec, root_key(self._model_fingerprint, spec.cache_domain), now)
+        if spec.sampling.grammar:
+            request.grammar = self._grammar_state(spec.sampling.grammar)
+        return request
+
+    def _grammar_state(self, grammar: str) -> GrammarState:
+        if self._grammars is None:
+            raise InvalidRequest("grammars are not supported here", "response_format")
+        try:
+            return self._grammars.state(grammar)
+        except ConfigError as error:
+            raise InvalidRequest(str(error), "response_format") from error
 
     def _check_length(self, spec: EngineRequest) -> None:
         capacity, num_prompt = self._config.capacity_tokens, len(spec.prompt_token_ids)
@@ -236,6 +256,9 @@ class Engine:
         return events
 
     def _add_token(self, request: Request, token: SampledToken, now: float, events: list[Event]) -> None:
+        if request.grammar is not None and request.grammar.problem:
+            events.append(self._finish(request, "error", request.grammar.problem))
+            return
         self._scheduler.sampled(request, token.token_id, now)
         index = len(request.output_token_ids) - 1
         token_out = TokenOut(request.request_id, index, token.token_id, token.logprobs)
@@ -264,7 +287,8 @@ def _scheduled_seq(request: Request, num_tokens: int) -> ScheduledSeq:
     sample = None
     if end == len(request.token_ids):
         outputs = request.output_token_ids
-        sample = SampleInput(request.sampling, len(outputs), request.prompt_token_ids, outputs)
+        allowed = request.grammar.allowed(outputs) if request.grammar is not None else None
+        sample = SampleInput(request.sampling, len(outputs), request.prompt_token_ids, outputs, allowed)
     return ScheduledSeq(request.request_id, request.token_ids[start:end], start, request.block_table, sample)
 
 

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from engine.block_hash import extend_keys
 from engine.messages import EngineRequest, RequestStats
+
+
+class OutputGrammar(Protocol):
+    """What a request's output has to follow; engine.grammar has it."""
+
+    problem: str
+    """Why it cannot be followed any further; empty while it can."""
+
+    def allowed(self, output_token_ids: Sequence[int]) -> npt.NDArray[np.bool_]: ...
 
 
 class RequestState(enum.Enum):
@@ -32,6 +46,7 @@ class Request:
         "block_table",
         "first_step_at",
         "first_token_at",
+        "grammar",
         "last_token_at",
         "num_cached_tokens",
         "num_computed",
@@ -75,6 +90,8 @@ class Request:
         """Leading blocks whose keys the pool knows."""
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.grammar: OutputGrammar | None = None
+        """Set by the engine for a request that has a grammar."""
         self.queued_at = queued_at
         self.first_step_at: float | None = None
         self.started_at: float | None = None

@@ -30,6 +30,8 @@ class SampleInput:
     """Position in the output of the token to be sampled: len(output_token_ids)."""
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
+    allowed: npt.NDArray[np.bool_] | None = None
+    """(vocab_size,) Tokens that the request's grammar allows here; None allows all."""
 
 
 @dataclass(frozen=True, slots=True)

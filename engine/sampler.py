@@ -3,7 +3,7 @@
 Arithmetic is fp32. A row's result depends on its own logits and history only, never on its neighbours: rows share
 nothing but the argmax of a batch that is greedy throughout. The order of a row is
 
-    log probabilities of the raw logits -> logit_bias, penalties, forbidden tokens -> greedy: argmax
+    log probabilities of the raw logits -> logit_bias, penalties, forbidden tokens, grammar -> greedy: argmax
     -> temperature -> top_k -> top_p -> min_p -> one uniform draw through the cumulative distribution
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.counter_rng import uniform
@@ -45,7 +46,7 @@ def sample(logits: torch.Tensor, inputs: Sequence[SampleInput]) -> list[SampledT
 def _adjusts(row: SampleInput) -> bool:
     """Whether anything but the model has a say in the logits of this row."""
     params = row.params
-    forbids = params.bad_words or params.allowed_token_ids or _forbids_stop(row)
+    forbids = params.bad_words or params.allowed_token_ids or row.allowed is not None or _forbids_stop(row)
     return bool(forbids or params.logit_bias or _has_penalties(params))
 
 
@@ -97,7 +98,17 @@ def _adjust(raw: torch.Tensor, row: SampleInput) -> torch.Tensor:
         forbidden += params.stop_token_ids
     if forbidden:
         logits[torch.tensor(forbidden, device=raw.device)] = LOWEST
-    return logits
+    return logits if row.allowed is None else _follow(logits, row.allowed, forbidden)
+
+
+def _follow(logits: torch.Tensor, allowed: npt.NDArray[np.bool_], forbidden: list[int]) -> torch.Tensor:
+    """A grammar has the last word: where all that it allows is forbidden otherwise, it is allowed all the same."""
+    if forbidden:
+        left = allowed.copy()
+        left[forbidden] = False
+        allowed = left if left.any() else allowed
+    mask = torch.from_numpy(allowed).to(logits.device)
+    return torch.where(mask, _bounded(logits).clamp(min=-LARGEST / 2), LOWEST)
 
 
 def _completed(words: Sequence[Sequence[int]], output: Sequence[int]) -> list[int]:

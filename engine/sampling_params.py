@@ -55,6 +55,8 @@ class SamplingParams:
     """Sequences of tokens that the output may not contain: the last token of one cannot follow the others."""
     allowed_token_ids: tuple[int, ...] = ()
     """The only tokens that can be sampled; empty allows all. Stop tokens are no exception."""
+    grammar: str = ""
+    """What the output has to follow, as of engine.grammar; empty is anything."""
 
     @property
     def greedy(self) -> bool:

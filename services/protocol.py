@@ -57,6 +57,7 @@ class Sampling(Message, frozen=True):
     logprobs: int | None = None
     bad_words: list[list[int]] = []
     allowed_token_ids: list[int] = []
+    grammar: str = ""
 
     def of_choice(self, choice: int) -> Sampling:
         return self if choice == self.choice else msgspec.structs.replace(self, choice=choice)

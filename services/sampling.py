@@ -24,4 +24,5 @@ def engine_params(sampling: Sampling) -> SamplingParams:
         logprobs=sampling.logprobs,
         bad_words=tuple(map(tuple, sampling.bad_words)),
         allowed_token_ids=tuple(sampling.allowed_token_ids),
+        grammar=sampling.grammar,
     )

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services import auth, protocol
-from services.protocol import Busy, ProtocolError
+from services.protocol import Busy, GenerateRequest, PrefillRequest, ProtocolError
 from services.worker import metrics
 from services.worker.frame_stream import FrameStream
 from services.worker.worker import Worker
@@ -99,7 +99,10 @@ class ServiceTokenRequired:
 
 
 async def _stream(
-    request: Request, worker: Worker, decode: Callable[[bytes], object], service: Callable[[], object]
+    request: Request,
+    worker: Worker,
+    decode: Callable[[bytes], GenerateRequest | PrefillRequest],
+    service: Callable[[], object],
 ) -> Response | FrameStream:
     handle = service()
     if worker.state == "draining":
@@ -110,6 +113,9 @@ async def _stream(
         message = decode(await _body(request))
     except ProtocolError as error:
         return JSONResponse({"error": str(error)}, status_code=400)
+    problem = await worker.prepare_grammar(message.work.sampling.grammar)
+    if problem is not None:
+        return Response(protocol.encode_frame(problem), media_type=protocol.FRAMES_MEDIA_TYPE)
     return FrameStream(handle(message))  # type: ignore[operator]
 
 

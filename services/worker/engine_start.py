@@ -9,6 +9,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.grammar import Grammars
 from engine.loop import EngineThread
 from engine.messages import Event
 from engine.model_config import load_model_config, num_blocks_for
@@ -23,6 +24,7 @@ GIB = 1 << 30
 @dataclass(frozen=True, slots=True)
 class StartedEngine:
     thread: EngineThread
+    grammars: Grammars
     engine_config: EngineConfig
     model_fingerprint: str
     dtype: str
@@ -50,11 +52,19 @@ def start_engine(
     )
     fingerprint = model_fingerprint(config.model, model)
     runner = load_runner(config.model, dtype=dtype, device=config.device, config=engine_config, progress=progress)
-    engine = Engine(engine_config, runner, vocab_size=model.vocab_size, model_fingerprint=fingerprint.encode())
+    grammars = Grammars(config.model / "tokenizer.json", model.vocab_size, model.eos_token_ids)
+    engine = Engine(
+        engine_config,
+        runner,
+        vocab_size=model.vocab_size,
+        model_fingerprint=fingerprint.encode(),
+        grammars=grammars,
+    )
     thread = EngineThread(engine, on_events)
     thread.start()
     return StartedEngine(
         thread=thread,
+        grammars=grammars,
         engine_config=engine_config,
         model_fingerprint=fingerprint,
         dtype=dtype,

@@ -13,11 +13,13 @@ from typing import Any
 from services.gateway.errors import InvalidRequest
 from services.gateway.json_body import validated
 from services.gateway.openai.answers import AnswerOptions, ChatAnswer
-from services.gateway.openai.common import ServedModel, answer_options, text_options, truncated
+from services.gateway.openai.common import ServedModel, answer_options, refuse_with_grammar, text_options, truncated
 from services.gateway.openai.prompts import read_messages
 from services.gateway.openai.requests import ChatRequest, parse_chat
 from services.gateway.openai.sampling import fit_max_tokens, requested_tokens, to_sampling
 from services.gateway.plan import Answer, AnswerHead, Api, Plan, PromptPlan
+from services.gateway.structured.constraints import Constraint
+from services.gateway.structured.grammars import Thought, calls_grammar, constraint_grammar
 from services.gateway.text.model_text import ChatOptions, ChatPrompt
 from services.gateway.tools.definitions import ToolUse, read_tool_use
 from services.gateway.tools.formats import OutputFormat
@@ -42,11 +44,16 @@ class ChatPlanner:
         requested_tokens(request)
         text = text_options(request)
         use = self._tool_use(request)
+        constraint = model.constraint(request)
+        if constraint is not None and use.mode == "required":
+            raise InvalidRequest(f"{constraint.param} cannot be combined with this tool_choice", param="tool_choice")
         prompt = self._prompt(request, use, context, param)
         token_ids = truncated(prompt.token_ids, request)
         if not token_ids:
             raise InvalidRequest(f"{param} has no tokens", param=param)
-        sampling = to_sampling(request, fit_max_tokens(request, len(token_ids), context), model.for_sampling())
+        grammar = self._grammar(request, constraint, use, prompt)
+        max_tokens = fit_max_tokens(request, len(token_ids), context)
+        sampling = to_sampling(request, max_tokens, model.for_sampling(), grammar)
         plans = [PromptPlan(token_ids, sampling)]
         return Plan(
             plans,
@@ -75,9 +82,20 @@ class ChatPlanner:
         template = self.model.text.template
         if use.tools and (template is None or not template.shows_tools or self._format.tools == "none"):
             raise InvalidRequest("the chat template of this model has no place for tools", param="tools")
-        if use.mode == "required":
-            raise InvalidRequest("tool_choice can be none or auto", param="tool_choice")
         return use
+
+    def _grammar(self, request: ChatRequest, constraint: Constraint | None, use: ToolUse, prompt: ChatPrompt) -> str:
+        """Empty where the output may be anything."""
+        thought: Thought = "none"
+        if self._format.reasoning == "think":
+            thought = "open" if opens_thought(prompt.tail) else "possible"
+        if use.mode == "required":
+            refuse_with_grammar(request)
+            grammar = calls_grammar(use.tools, self._format.tools, one_only=use.one_only, thought=thought)
+            return self.model.check_grammar(grammar, "tools")
+        if constraint is None:
+            return ""
+        return self.model.check_grammar(constraint_grammar(constraint, thought), constraint.param)
 
 
 class ChatApi(Api):

@@ -10,6 +10,8 @@ from services.gateway.openai.answers import AnswerOptions
 from services.gateway.openai.requests import GenerationRequest
 from services.gateway.openai.sampling import SamplingModel, num_logprobs, read_stops
 from services.gateway.plan import PromptPlan, TextOptions
+from services.gateway.structured.constraints import Constraint, read_constraint
+from services.gateway.structured.grammars import GrammarCheck
 from services.gateway.text.chat_template import TemplateError
 from services.gateway.text.model_text import ModelText, TextTooLong
 
@@ -23,6 +25,21 @@ class ServedModel:
     def __init__(self, name: str, text: ModelText) -> None:
         self.name = name
         self.text = text
+        self.check_grammar = GrammarCheck()
+
+    def constraint(self, request: GenerationRequest) -> Constraint | None:
+        """What the request says about the form of its output."""
+        constraint = read_constraint(
+            request.response_format,
+            request.structured_outputs,
+            guided_json=request.guided_json,
+            guided_regex=request.guided_regex,
+            guided_choice=request.guided_choice,
+            guided_grammar=request.guided_grammar,
+        )
+        if constraint is not None:
+            refuse_with_grammar(request)
+        return constraint
 
     def check_name(self, name: str) -> None:
         if name != self.name:
@@ -50,6 +67,15 @@ class ServedModel:
             ) from None
         except TemplateError as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param=param) from None
+
+
+def refuse_with_grammar(request: GenerationRequest) -> None:
+    """What would keep an output from ending where its grammar does, or following it at all."""
+    if request.ignore_eos:
+        raise InvalidRequest("ignore_eos cannot be combined with structured output", param="ignore_eos")
+    if request.allowed_token_ids is not None:
+        message = "allowed_token_ids cannot be combined with structured output"
+        raise InvalidRequest(message, param="allowed_token_ids")
 
 
 def truncated(token_ids: list[int], request: GenerationRequest) -> list[int]:

@@ -11,6 +11,7 @@ from services.gateway.openai.prompts import Prompt, read_prompts
 from services.gateway.openai.requests import CompletionRequest, parse_completion
 from services.gateway.openai.sampling import fit_max_tokens, requested_tokens, to_sampling
 from services.gateway.plan import Api, Plan, PromptPlan
+from services.gateway.structured.grammars import constraint_grammar
 
 
 class CompletionApi(Api):
@@ -29,10 +30,14 @@ class CompletionApi(Api):
         # Cheap checks come before the tokenizer.
         _, max_tokens = requested_tokens(request)
         text = text_options(request, no_output=max_tokens == 0)
+        constraint = self._model.constraint(request)
+        grammar = ""
+        if constraint is not None:
+            grammar = self._model.check_grammar(constraint_grammar(constraint), constraint.param)
         prompts = read_prompts(request.prompt, self._model.text.config.vocab_size)
         if len(prompts) * n > MAX_CHOICES:
             raise InvalidRequest(f"{len(prompts)} prompts with n = {n} are more than {MAX_CHOICES} choices", param="n")
-        plans = [self._prompt_plan(request, prompt, context) for prompt in prompts]
+        plans = [self._prompt_plan(request, prompt, context, grammar) for prompt in prompts]
         options = answer_options(request, plans, self._model)
         return Plan(
             plans,
@@ -44,7 +49,7 @@ class CompletionApi(Api):
             priority=request.priority or 0,
         )
 
-    def _prompt_plan(self, request: CompletionRequest, prompt: Prompt, context: int) -> PromptPlan:
+    def _prompt_plan(self, request: CompletionRequest, prompt: Prompt, context: int, grammar: str) -> PromptPlan:
         model, given = self._model, prompt
         if isinstance(prompt, str):
             special = request.add_special_tokens is not False
@@ -54,7 +59,8 @@ class CompletionApi(Api):
         token_ids = truncated(prompt, request)
         if not token_ids:
             raise InvalidRequest("prompt has no tokens", param="prompt")
-        sampling = to_sampling(request, fit_max_tokens(request, len(token_ids), context), model.for_sampling())
+        max_tokens = fit_max_tokens(request, len(token_ids), context)
+        sampling = to_sampling(request, max_tokens, model.for_sampling(), grammar)
         echo = ""
         if request.echo:
             echo = given if isinstance(given, str) else model.text.tokenizer.decode_all(token_ids)

@@ -30,10 +30,11 @@ _UNSUPPORTED_SHARED: Neutral = {
     "kv_transfer_params": (),
     "ec_transfer_params": (),
     "vllm_xargs": ({},),
+    "guided_decoding_backend": ("llguidance", "guidance", "auto"),
+    "guided_whitespace_pattern": (),
 }
 UNSUPPORTED_CHAT: Neutral = {
     **_UNSUPPORTED_SHARED,
-    "response_format": ({"type": "text"},),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -50,7 +51,6 @@ UNSUPPORTED_CHAT: Neutral = {
 UNSUPPORTED_COMPLETION: Neutral = {
     **_UNSUPPORTED_SHARED,
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "prompt_embeds": (),
 }
 """Refused, except with null or a value listed here, which asks for what is done anyway."""
@@ -91,6 +91,12 @@ class GenerationRequest(BaseModel):
     logit_bias: Any = None
     bad_words: Any = None
     allowed_token_ids: list[int] | None = None
+    response_format: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: dict[str, Any] | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=1)
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
@@ -114,7 +120,6 @@ class ChatRequest(GenerationRequest):
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    response_format: Any = None
     reasoning_effort: str | None = Field(None, max_length=32)
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -126,7 +131,6 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
     best_of: int | None = None
-    response_format: Any = None
 
 
 def parse_chat(body: bytes) -> ChatRequest:

@@ -96,7 +96,7 @@ def fit_max_tokens(request: GenerationRequest, num_prompt_tokens: int, context_t
     return value
 
 
-def to_sampling(request: GenerationRequest, max_tokens: int, model: SamplingModel) -> Sampling:
+def to_sampling(request: GenerationRequest, max_tokens: int, model: SamplingModel, grammar: str = "") -> Sampling:
     """A request without a seed gets a random one, so that every worker that takes part draws the same."""
     stop_token_ids = request.stop_token_ids or []
     if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
@@ -123,6 +123,7 @@ def to_sampling(request: GenerationRequest, max_tokens: int, model: SamplingMode
         logprobs=num_logprobs(request),
         bad_words=_read_bad_words(request.bad_words, model.encode),
         allowed_token_ids=sorted(set(request.allowed_token_ids or [])),
+        grammar=grammar,
     )
     _check_ranges(sampling, model.vocab_size)
     return sampling

@@ -84,7 +84,6 @@ def test_a_bad_value_is_refused_by_name(parse: Callable[..., Sampling], param: s
         ("top_logprobs", 5),
         ("logprobs", 1),
         ("functions", [{"name": "f"}]),
-        ("response_format", {"type": "json_object"}),
         ("max_completion_tokens", 0),
         ("modalities", ["audio"]),
     ],

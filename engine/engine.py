@@ -29,6 +29,7 @@ from engine.messages import (
     KvWritten,
     LedgerSnapshot,
     PrefillDone,
+    PromptScored,
     ReadKv,
     Refused,
     Release,
@@ -40,7 +41,7 @@ from engine.messages import (
     WriteKv,
 )
 from engine.request import Request, RequestState
-from engine.runner import Runner, SampledToken, SampleInput, ScheduledSeq, Slots, StepBatch
+from engine.runner import Runner, SampledToken, SampleInput, ScheduledSeq, ScoreInput, Slots, StepBatch
 from engine.scheduler import Scheduled, Scheduler
 
 Clock = Callable[[], float]
@@ -238,8 +239,10 @@ class Engine:
         if not step:
             self._stalled = True
             return []
-        sampled = self._runner.execute(self._batch(step))
-        return self._update(step, iter(sampled), _read(now))
+        batch = self._batch(step)
+        sampled = self._runner.execute(batch)
+        scores = [_take_scores(request, batch) for request, _ in step if batch.scored]
+        return [event for event in scores if event] + self._update(step, iter(sampled), _read(now))
 
     def _batch(self, step: list[Scheduled]) -> StepBatch:
         return StepBatch([_scheduled_seq(*scheduled) for scheduled in step], self._config.block_size)
@@ -289,7 +292,25 @@ def _scheduled_seq(request: Request, num_tokens: int) -> ScheduledSeq:
         outputs = request.output_token_ids
         allowed = request.grammar.allowed(outputs) if request.grammar is not None else None
         sample = SampleInput(request.sampling, len(outputs), request.prompt_token_ids, outputs, allowed)
-    return ScheduledSeq(request.request_id, request.token_ids[start:end], start, request.block_table, sample)
+    score = _score_input(request, start, end) if request.num_scored < request.num_prompt else None
+    return ScheduledSeq(request.request_id, request.token_ids[start:end], start, request.block_table, sample, score)
+
+
+def _score_input(request: Request, start: int, end: int) -> ScoreInput | None:
+    """Of the prompt tokens that tokens [start, end) predict, those not scored yet."""
+    num_top = request.sampling.prompt_logprobs
+    assert num_top is not None, "only who wants scores has some to come"
+    wanted = request.token_ids[request.num_scored : min(end + 1, request.num_prompt)]
+    return ScoreInput(request.num_scored - 1 - start, wanted, num_top) if wanted else None
+
+
+def _take_scores(request: Request, batch: StepBatch) -> PromptScored | None:
+    logprobs = batch.scored.get(request.request_id)
+    if not logprobs:
+        return None
+    start = request.num_scored
+    request.num_scored += len(logprobs)
+    return PromptScored(request.request_id, start, logprobs)
 
 
 def _finish_reason(request: Request) -> FinishReason | None:

@@ -131,6 +131,15 @@ class TokenOut:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Log probabilities of prompt tokens [start, start + len(logprobs)). In order, before the first TokenOut."""
+
+    request_id: str
+    start: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RequestStats:
     """Seconds on the engine's side, and tokens it did not have to compute."""
 
@@ -220,7 +229,17 @@ class EngineFailed:
 
 
 Event = (
-    TokenOut | Finished | KvComputed | PrefillDone | Released | Reserved | Refused | KvRead | KvWritten | EngineFailed
+    TokenOut
+    | PromptScored
+    | Finished
+    | KvComputed
+    | PrefillDone
+    | Released
+    | Reserved
+    | Refused
+    | KvRead
+    | KvWritten
+    | EngineFailed
 )
 
 

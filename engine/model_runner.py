@@ -20,7 +20,7 @@ from engine.model_config import load_model_config
 from engine.models.checkpoint import Progress
 from engine.models.llama import LlamaModel, load_llama
 from engine.runner import SampledToken, ScheduledSeq, Slots, StepBatch
-from engine.sampler import sample
+from engine.sampler import sample, score
 
 
 class ModelRunner:
@@ -37,18 +37,26 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: StepBatch) -> list[SampledToken]:
         logits = self.logits(batch)
-        return sample(logits, [seq.sample for seq in batch.seqs if seq.sample is not None])
+        inputs = [seq.sample for seq in batch.seqs if seq.sample is not None]
+        start = len(inputs)
+        for seq in batch.seqs:
+            if seq.score is not None:
+                end = start + len(seq.score.token_ids)
+                batch.scored[seq.request_id] = score(logits[start:end], seq.score.token_ids, seq.score.num_top)
+                start = end
+        return sample(logits[: len(inputs)], inputs)
 
     @torch.inference_mode()
     def logits(self, batch: StepBatch) -> torch.Tensor:
-        """Compute the step. (number of sequences with `sample`, vocab_size), in the order of the batch."""
+        """Compute the step. (number of sequences with `sample`, vocab_size), in the order of the batch; after them
+        the rows to be scored, in that order too."""
         assert batch.block_size == self._cache.block_size, (batch.block_size, self._cache.block_size)
         model = self._model
         plan = plan_attention(batch.seqs, batch.block_size, model.dtype, model.device)
         ordered = [batch.seqs[i] for i in plan.order]
         token_ids = _tensor([token for seq in ordered for token in seq.token_ids], model.device)
         positions = _tensor([pos for seq in ordered for pos in _positions(seq)], model.device)
-        rows = _tensor(_sampled_rows(batch.seqs, plan), model.device)
+        rows = _tensor(_sampled_rows(batch.seqs, plan) + _scored_rows(batch.seqs, plan), model.device)
         return model.forward(token_ids, positions, rows, PagedAttention(self._cache, plan))
 
     def read_kv(self, slots: Slots, buffer: Buffer) -> None:
@@ -69,6 +77,18 @@ def _sampled_rows(seqs: Sequence[ScheduledSeq], plan: AttentionPlan) -> list[int
         row += len(seqs[index].token_ids)
         last_row[index] = row - 1
     return [last_row[index] for index, seq in enumerate(seqs) if seq.sample is not None]
+
+
+def _scored_rows(seqs: Sequence[ScheduledSeq], plan: AttentionPlan) -> list[int]:
+    """Rows whose next token is to be scored, in the order of the batch."""
+    if all(seq.score is None for seq in seqs):
+        return []
+    first_row, row = {}, 0
+    for index in plan.order:
+        first_row[index] = row
+        row += len(seqs[index].token_ids)
+    scored = [(first_row[i] + seq.score.first_row, len(seq.score.token_ids)) for i, seq in enumerate(seqs) if seq.score]
+    return [row for first, count in scored for row in range(first, first + count)]
 
 
 def _tensor(values: list[int], device: torch.device) -> torch.Tensor:

@@ -53,6 +53,7 @@ class Request:
         "num_preemptions",
         "num_prompt",
         "num_published",
+        "num_scored",
         "output_token_ids",
         "prefill_only",
         "prefilling",
@@ -92,6 +93,8 @@ class Request:
         self.num_preemptions = 0
         self.grammar: OutputGrammar | None = None
         """Set by the engine for a request that has a grammar."""
+        self.num_scored = 1 if spec.sampling.prompt_logprobs is not None else self.num_prompt
+        """Leading prompt tokens whose log probabilities are known, or not wanted."""
         self.queued_at = queued_at
         self.first_step_at: float | None = None
         self.started_at: float | None = None

@@ -188,6 +188,12 @@ def _descending(values: torch.Tensor) -> torch.Tensor:
     return values.sort(descending=True).values
 
 
+def score(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:
+    """`logits` (len(token_ids), vocab_size): log probabilities of the token that follows each row, a row at a time,
+    so that a prompt needs no second copy of its logits."""
+    return tuple(_logprobs(row, token_id, num_top) for row, token_id in zip(logits.float(), token_ids, strict=True))
+
+
 def _logprobs(raw: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
     """Of the model's own distribution, before anything the request asked for."""
     logprobs = torch.log_softmax(_bounded(raw), dim=-1)

@@ -55,6 +55,9 @@ class SamplingParams:
     """Sequences of tokens that the output may not contain: the last token of one cannot follow the others."""
     allowed_token_ids: tuple[int, ...] = ()
     """The only tokens that can be sampled; empty allows all. Stop tokens are no exception."""
+    prompt_logprobs: int | None = None
+    """As `logprobs`, for the tokens of the prompt but the first, which nothing predicts. The whole prompt is computed
+    for it: a cached prefix has no logits."""
     grammar: str = ""
     """What the output has to follow, as of engine.grammar; empty is anything."""
 
@@ -84,6 +87,8 @@ class SamplingParams:
             _in_range("stop_token_ids", token_id, 0, vocab_size - 1)
         if self.logprobs is not None:
             _in_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _in_range("logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         for token_id in self.allowed_token_ids:
             _in_range("allowed_token_ids", token_id, 0, vocab_size - 1)
         if len(self.bad_words) > MAX_BAD_WORDS:

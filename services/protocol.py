@@ -58,6 +58,7 @@ class Sampling(Message, frozen=True):
     bad_words: list[list[int]] = []
     allowed_token_ids: list[int] = []
     grammar: str = ""
+    prompt_logprobs: int | None = None
 
     def of_choice(self, choice: int) -> Sampling:
         return self if choice == self.choice else msgspec.structs.replace(self, choice=choice)
@@ -149,6 +150,14 @@ class Tokens(Message, frozen=True, tag_field="t", tag="tokens"):
     """Empty, or one a token."""
 
 
+class PromptLogprobs(Message, frozen=True, tag_field="t", tag="prompt_logprobs"):
+    """Of prompt tokens [start, start + len(logprobs)), from the worker that computes the prompt, in order and before
+    any output token of its own."""
+
+    start: int
+    logprobs: list[TokenLogprob]
+
+
 class Stats(Message, frozen=True):
     """engine.messages.RequestStats, with the transfer's figures where there was one."""
 
@@ -185,7 +194,7 @@ class Failure(Message, frozen=True, tag_field="t", tag="failure"):
     param: str | None = None
 
 
-Frame = Reserved | Accepted | Busy | Tokens | Transferred | Finish | Failure
+Frame = Reserved | Accepted | Busy | Tokens | PromptLogprobs | Transferred | Finish | Failure
 
 
 # Prefill to decode, inside the commit of a transfer

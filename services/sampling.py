@@ -25,4 +25,5 @@ def engine_params(sampling: Sampling) -> SamplingParams:
         bad_words=tuple(map(tuple, sampling.bad_words)),
         allowed_token_ids=tuple(sampling.allowed_token_ids),
         grammar=sampling.grammar,
+        prompt_logprobs=sampling.prompt_logprobs,
     )

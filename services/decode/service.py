@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import messages
-from engine.messages import AddRequest, Buffer, EngineFailed, Finished, Refused, StartDecode, TokenOut
+from engine.messages import AddRequest, Buffer, EngineFailed, Finished, PromptScored, Refused, StartDecode, TokenOut
 from services import auth
 from services.protocol import (
     Accepted,
@@ -36,7 +36,7 @@ from services.protocol import (
     Tokens,
     decode_handoff_state,
 )
-from services.worker.convert import ended, engine_request, tokens_frame
+from services.worker.convert import ended, engine_request, prompt_logprobs_frame, tokens_frame
 from services.worker.engine_client import DeadlinePassed, EngineClient
 from transport.receiver import Grant, KvReceiver
 from transport.transfer import TransferStats
@@ -116,6 +116,8 @@ class DecodeService:
             match event:
                 case TokenOut():
                     yield tokens_frame(event)
+                case PromptScored():
+                    yield prompt_logprobs_frame(event)
                 case Committed():
                     yield _first_token(event.state)
                     self._engine.submit(StartDecode(request.work.request_id, event.state.token_id))

@@ -5,8 +5,9 @@ The text of a choice is the same whatever the grouping in which its tokens arriv
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
+from services.gateway.errors import Failed
 from services.gateway.job import Job, NewTokens
 from services.gateway.output import Delta, Ending, Reason, ScoredToken
 from services.gateway.plan import OutputParser, TextOptions
@@ -22,6 +23,7 @@ class Choice:
         options: TextOptions,
         *,
         echo: str = "",
+        prompt_offsets: Sequence[int] = (),
         parser: OutputParser | None = None,
         eos_token_ids: Collection[int] = (),
     ) -> None:
@@ -30,6 +32,9 @@ class Choice:
         self._stream = stream
         self._options = options
         self._echo = echo
+        self._prompt_offsets = prompt_offsets
+        """Where each prompt token begins in the echo."""
+        self._early: NewTokens = []
         self._parser = parser
         self._eos_token_ids = eos_token_ids
         self._num_echoed_chars = len(echo)
@@ -46,10 +51,15 @@ class Choice:
 
     def read(self, batch: NewTokens) -> Delta:
         """What new tokens add. Tokens after a stop string are not read."""
-        delta = Delta(self._take_echo())
+        if self.job.lacks_prompt_logprobs:
+            # Decode's copy of the first token was here before prefill's last words on the prompt.
+            self._early += batch
+            return Delta()
+        batch, self._early = [*self._early, *batch], []
+        delta = self._take_echo()
         if self._options.no_output:
             return delta
-        scored, token_ids = [], []
+        scored, token_ids = list(delta.scored), []
         for token_id, logprob in batch:
             if logprob is not None:
                 scored.append(ScoredToken(token_id, logprob, self._num_echoed_chars + self._stream.num_chars))
@@ -64,7 +74,9 @@ class Choice:
 
     def finish(self) -> Delta:
         """The rest, once the job has ended or a stop string was met."""
-        delta = Delta(self._take_echo())
+        if self.job.lacks_prompt_logprobs:
+            raise Failed("the log probabilities of the prompt did not arrive")
+        delta = self.read([]) if self._early else self._take_echo()
         if self._options.no_output:
             return delta
         rest = self._stream.flush()
@@ -89,9 +101,15 @@ class Choice:
         called = self._parser is not None and self._parser.num_tool_calls > 0
         return "tool_calls" if called and reason == "stop" else reason
 
-    def _take_echo(self) -> str:
+    def _take_echo(self) -> Delta:
+        """The prompt, once, with its log probabilities if they were asked for."""
         echo, self._echo = self._echo, ""
-        return echo
+        delta = Delta(echo)
+        if self._prompt_offsets and self.job.sampling.prompt_logprobs is not None:
+            offsets, self._prompt_offsets = self._prompt_offsets, []
+            logprobs = [None, *self.job.prompt_logprobs]
+            delta.scored = list(map(ScoredToken, self.job.prompt_token_ids, logprobs, offsets))
+        return delta
 
     def _parsed(self, before: Delta, text: str) -> Delta:
         if self._parser is None:

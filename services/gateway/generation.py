@@ -151,7 +151,16 @@ class GenerationEndpoint:
                 include_stop=plan.text.include_stop,
             )
             choices.append(
-                Choice(index, job, stream, plan.text, echo=prompt.echo, parser=plan.parser(), eos_token_ids=eos)
+                Choice(
+                    index,
+                    job,
+                    stream,
+                    plan.text,
+                    echo=prompt.echo,
+                    prompt_offsets=prompt.offsets,
+                    parser=plan.parser(),
+                    eos_token_ids=eos,
+                )
             )
         return choices
 

@@ -29,7 +29,7 @@ from services.gateway.job import Job, NewTokens, OutOfOrder
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.router import NoRoute, choose
 from services.gateway.worker_client import WorkerClient
-from services.protocol import Accepted, Busy, Failure, Finish, Reserved, Stats, Tokens, Transferred
+from services.protocol import Accepted, Busy, Failure, Finish, PromptLogprobs, Reserved, Stats, Tokens, Transferred
 
 logger = logging.getLogger(__name__)
 LAST_WORD_S = 0.5
@@ -160,6 +160,11 @@ class Handoffs:
                         tokens += job.take(arrival)
                     except OutOfOrder as error:
                         run.failure = run.attempt.lost(side, str(error))
+                case PromptLogprobs():
+                    try:
+                        job.take_prompt_logprobs(arrival)
+                    except OutOfOrder as error:
+                        run.failure = run.attempt.lost(side, str(error))
                 case Finish():
                     self._note_stats(run.attempt, side, arrival.stats)
                     job.finish_reason = arrival.reason
@@ -198,6 +203,9 @@ class Handoffs:
             async with asyncio.timeout(LAST_WORD_S):
                 while not run.prefill_done:
                     for side, arrival in await run.attempt.arrivals():
+                        if isinstance(arrival, PromptLogprobs):
+                            run.attempt.job.take_prompt_logprobs(arrival)
+                            continue
                         if side == "prefill" and isinstance(arrival, Transferred):
                             self._note_stats(run.attempt, side, arrival.stats)
                         run.prefill_done |= side == "prefill"

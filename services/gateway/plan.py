@@ -75,6 +75,8 @@ class PromptPlan:
     """Of the first choice; the others differ in `choice` only."""
     echo: str = ""
     """Text that is to stand before the output."""
+    offsets: Sequence[int] = ()
+    """Where each prompt token begins in it, for a prompt that is to be scored."""
 
 
 @dataclass(frozen=True, slots=True)

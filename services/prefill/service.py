@@ -26,6 +26,7 @@ from engine.messages import (
     Finished,
     KvComputed,
     PrefillDone,
+    PromptScored,
     Refused,
     TokenOut,
 )
@@ -41,7 +42,14 @@ from services.protocol import (
     Transferred,
     encode,
 )
-from services.worker.convert import ended, engine_request, tokens_frame, wire_logprobs, wire_stats
+from services.worker.convert import (
+    ended,
+    engine_request,
+    prompt_logprobs_frame,
+    tokens_frame,
+    wire_logprobs,
+    wire_stats,
+)
 from services.worker.engine_client import DeadlinePassed, EngineClient
 from transport.errors import TransportError
 from transport.sender import KvSender, Shipment
@@ -108,6 +116,8 @@ class PrefillService:
             event = await events.get()
             if isinstance(event, TokenOut):
                 yield tokens_frame(event)
+            elif isinstance(event, PromptScored):
+                yield prompt_logprobs_frame(event)
             elif isinstance(event, Finished | Refused | EngineFailed | DeadlinePassed):
                 yield ended(event)
                 return
@@ -142,6 +152,8 @@ class PrefillService:
                 match event:
                     case KvComputed() if event.num_tokens < work.num_tokens:
                         await shipment.ship(event.num_tokens)
+                    case PromptScored():
+                        yield prompt_logprobs_frame(event)
                     case TokenOut():
                         first, first_at = event, time.monotonic()
                         yield tokens_frame(event)

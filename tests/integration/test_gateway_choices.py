@@ -178,6 +178,61 @@ def test_echo_without_output_is_the_prompt_alone(stubs: StubSystem) -> None:
     assert stubs.complete(echo=True, max_tokens=1).json()["usage"]["completion_tokens"] == 1
 
 
+def logprobs_of(parts: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Joined over the chunks of one choice."""
+    found: dict[str, list[Any]] = {}
+    for part in parts:
+        for name, values in (part["choices"][0]["logprobs"] or {}).items():
+            found.setdefault(name, []).extend(values)
+    return found
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 20])
+def test_an_echoed_prompt_is_scored_streaming_or_not(stubs: StubSystem, max_tokens: int) -> None:
+    output = stubs.says(" of France")
+    prompt = stubs.tokenizer.encode("The capital é", add_special_tokens=False).ids
+    num_output = min(max_tokens, len(output) + 1)
+    for given in ("The capital é", prompt):
+        fields: dict[str, Any] = {"prompt": given, "echo": True, "logprobs": 2, "max_tokens": max_tokens}
+        whole = stubs.complete(**fields).json()
+        choice = whole["choices"][0]
+        assert choice["text"].startswith("The capital é")
+        listed = choice["logprobs"]
+        expected = [*prompt[1:], *[*output, 2][:num_output]]
+        assert listed["token_logprobs"] == [None, *[-i / 100 for i in expected]]
+        assert listed["top_logprobs"][0] is None
+        assert [len(top) for top in listed["top_logprobs"][1:]] == [2] * len(expected)
+        spelled = "".join(token for token in listed["tokens"] if not token.startswith("bytes:"))
+        assert spelled.startswith("The capital ")
+        assert listed["text_offset"][: len(prompt)] == sorted(listed["text_offset"][: len(prompt)])
+        assert whole["usage"]["completion_tokens"] == num_output
+        streamed = chunks(stubs.complete(**fields, stream=True))
+        assert logprobs_of(streamed) == listed
+        assert "".join(part["choices"][0]["text"] for part in streamed) == choice["text"]
+
+
+def test_an_echo_waits_for_the_scores_of_its_prompt(stubs: StubSystem) -> None:
+    """Decode may be heard before prefill is."""
+    output = stubs.says(" of France")
+    gate = stubs.gate()
+    prefill, decode = (stubs.of_role(role)[0] for role in ("prefill", "decode"))
+    prefill.plan.append(Behaviour(pause_scores=gate))
+    stubs.thread.loop.call_soon_threadsafe(stubs.thread.loop.call_later, 0.05, gate.open)
+    answer = stubs.complete(echo=True, logprobs=0, max_tokens=20).json()
+    assert len(answer["choices"][0]["logprobs"]["tokens"]) == answer["usage"]["total_tokens"]
+    assert answer["usage"]["completion_tokens"] == len(output) + 1
+    assert decode.calls
+
+
+def test_an_attempt_after_a_failed_one_scores_nothing_twice(stubs: StubSystem) -> None:
+    output = stubs.says(" of France and more")
+    stubs.of_role("decode")[0].plan.append(Behaviour(cut_after=2))
+    answer = stubs.complete(echo=True, logprobs=0, max_tokens=20).json()
+    prompt = stubs.tokenizer.encode("The capital", add_special_tokens=False).ids
+    listed = answer["choices"][0]["logprobs"]["token_logprobs"]
+    assert listed == [None, *[-i / 100 for i in [*prompt[1:], *output, 2]]]
+
+
 def test_token_ids_are_returned_on_request(stubs: StubSystem) -> None:
     ids = stubs.says("one two")
     prompt = stubs.tokenizer.encode("The capital", add_special_tokens=False).ids

@@ -61,7 +61,8 @@ class CompletionApi(Api):
             raise InvalidRequest("prompt has no tokens", param="prompt")
         max_tokens = fit_max_tokens(request, len(token_ids), context)
         sampling = to_sampling(request, max_tokens, model.for_sampling(), grammar)
-        echo = ""
-        if request.echo:
-            echo = given if isinstance(given, str) else model.text.tokenizer.decode_all(token_ids)
-        return PromptPlan(token_ids, sampling, echo)
+        if not request.echo:
+            return PromptPlan(token_ids, sampling)
+        echo = given if isinstance(given, str) else model.text.tokenizer.decode_all(token_ids)
+        offsets = model.text.tokenizer.offsets(token_ids, echo) if sampling.prompt_logprobs is not None else ()
+        return PromptPlan(token_ids, sampling, echo, offsets)

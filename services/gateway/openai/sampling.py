@@ -124,9 +124,15 @@ def to_sampling(request: GenerationRequest, max_tokens: int, model: SamplingMode
         bad_words=_read_bad_words(request.bad_words, model.encode),
         allowed_token_ids=sorted(set(request.allowed_token_ids or [])),
         grammar=grammar,
+        prompt_logprobs=_prompt_logprobs(request),
     )
     _check_ranges(sampling, model.vocab_size)
     return sampling
+
+
+def _prompt_logprobs(request: GenerationRequest) -> int | None:
+    """An echoed prompt is listed as the output is."""
+    return request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
 
 
 def _or(value: float | None, default: float) -> float:

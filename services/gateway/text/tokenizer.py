@@ -96,6 +96,16 @@ class Tokenizer:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
+    def offsets(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """Where each token begins in `text`, which they spell, with or without the special ones."""
+        keep = len(text) == len(self.decode_all(list(token_ids)))
+        detokenizer = self.detokenizer(keep_special=keep)
+        found, num_chars = [], 0
+        for token_id in token_ids:
+            found.append(num_chars)
+            num_chars += len(detokenizer.push(token_id))
+        return found
+
     @cached_property
     def _spelled_bytes(self) -> list[bytes]:
         return [self.spelling(token_id) for token_id in range(self.vocab_size)]

@@ -120,6 +120,7 @@ class Engine:
             request = self._accept(spec, now)
         except InvalidRequest as error:
             return [Refused(spec.request_id, "invalid", str(error), error.param)]
+        request.num_scored = request.num_prompt  # whoever computes the prompt scores it
         if not self._scheduler.reserve(request):
             return [Refused(spec.request_id, "busy", "no room for the request now")]
         self._requests[spec.request_id] = request

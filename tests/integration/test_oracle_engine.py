@@ -186,3 +186,23 @@ def test_a_prefill_for_another_worker_scores_its_prompt_too(directory, prompts):
     prompt = prompts[-1]
     events = scored(directory, prompt, prefill_only=True, max_batch_tokens=16)
     assert sum(len(event.logprobs) for event in events if isinstance(event, PromptScored)) == len(prompt) - 1
+
+
+def test_a_worker_that_is_shipped_the_kv_scores_nothing(directory, prompts, expected):
+    """Whoever computed the prompt has; here only output follows, and the first token comes with the commit."""
+    prompt, tokens = prompts[-1], expected[-1]
+    engine = make_engine(directory)
+    sampling = SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=1)
+    spec = EngineRequest("shipped", tuple(prompt), sampling)
+    source = make_engine(directory)
+    events = run(
+        source, source.handle(AddRequest(EngineRequest("shipped", tuple(prompt), sampling, prefill_only=True)), 0.0)
+    )
+    assert any(isinstance(event, PromptScored) for event in events)
+    buffer = np.empty(len(prompt) * source._runner.kv_bytes_per_token, dtype=np.uint8)
+    assert source.handle(ReadKv("shipped", 0, len(prompt), buffer), 0.0)[0].ok
+    engine.handle(Reserve(spec), 0.0)
+    assert engine.handle(WriteKv("shipped", 0, len(prompt), buffer), 0.0)[0].ok
+    events = run(engine, engine.handle(StartDecode("shipped", tokens[0]), 0.0))
+    assert not any(isinstance(event, PromptScored) for event in events)
+    assert [event.token_id for event in events if isinstance(event, TokenOut)] == tokens[1:4]

@@ -23,7 +23,7 @@ from services.gateway.tools.formats import ToolFormat
 Thought = Literal["none", "open", "possible"]
 """Whether the output may begin with a thought, or begins inside one that the prompt has opened."""
 
-WHITESPACE = r"[ \t\n\r]{0,64}"
+WHITESPACE = r"[ \t\n\r]{0,32}"
 """Between the tokens of JSON: enough to indent, too little for a model to lose itself in."""
 MAX_REMEMBERED = 256
 

@@ -53,7 +53,7 @@ WEATHER: list[Any] = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=2048)
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,12 @@ from starlette.types import ASGIApp
 from services.gateway.anthropic.api import MessagesApi
 from services.gateway.endpoints import json_response, small_routes
 from services.gateway.errors import ApiError, InvalidRequest, NotFound
-from services.gateway.gateway import Gateway
+from services.gateway.gateway import VERSION, Gateway
 from services.gateway.generation import GenerationEndpoint
 from services.gateway.openai.chat import ChatApi, ChatPlanner
 from services.gateway.openai.common import ServedModel
 from services.gateway.openai.completions import CompletionApi
+from services.gateway.openapi import openapi_document
 from services.gateway.request_id import RequestIds
 from services.gateway.responses.api import ResponsesApi
 from services.gateway.tenants.guard import Guard
@@ -34,6 +35,11 @@ def create_public_app(gateway: Gateway) -> ASGIApp:
     served = ServedModel(gateway.config.model_name, gateway.text)
     planner = ChatPlanner(served, gateway.output_format)
 
+    document = openapi_document(VERSION, gateway.config.model_name, needs_key=gateway.keys is not None)
+
+    async def openapi(_: Request) -> Response:
+        return json_response(document)
+
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
@@ -48,6 +54,7 @@ def create_public_app(gateway: Gateway) -> ASGIApp:
         Route("/v1/responses", GenerationEndpoint(gateway, ResponsesApi(planner)), methods=["POST"]),
         Route("/v1/messages", GenerationEndpoint(gateway, MessagesApi(planner)), methods=["POST"]),
         *small_routes(gateway, planner),
+        Route("/openapi.json", openapi),
     ]
     if gateway.config.public_metrics:
         app.router.routes.append(_metrics_route(gateway))

@@ -213,7 +213,7 @@ def test_what_the_workers_are_told(stubs: StubSystem) -> None:
         ("GET", "/v1/models/", 404, None),
         ("POST", "/v1/completions/", 404, None),
         ("GET", "/debug/cluster", 404, None),
-        ("GET", "/openapi.json", 404, None),
+        ("GET", "/docs", 404, None),
     ],
 )
 def test_every_error_has_openais_shape(

@@ -13,7 +13,8 @@ import numpy as np
 
 from engine.block_hash import root_key
 from engine.config import EngineConfig
-from engine.errors import InvalidRequest
+from engine.errors import ConfigError, InvalidRequest
+from engine.grammar import Grammars, GrammarState
 from engine.messages import (
     Abort,
     AddRequest,
@@ -30,6 +31,7 @@ from engine.messages import (
     KvWritten,
     LedgerSnapshot,
     PrefillDone,
+    PromptScored,
     ReadKv,
     Refused,
     Release,
@@ -42,19 +44,27 @@ from engine.messages import (
     WriteKv,
 )
 from engine.request import Request, RequestState
-from engine.runner import Runner, SampledToken, SampleInput, ScheduledSeq, Slots, StepBatch
+from engine.runner import Runner, SampledToken, SampleInput, ScheduledSeq, ScoreInput, Slots, StepBatch
 from engine.scheduler import Scheduled, Scheduler
 
 Clock = Callable[[], float]
 
 
 class Engine:
-    def __init__(self, config: EngineConfig, runner: Runner, vocab_size: int, model_fingerprint: bytes = b"") -> None:
-        """`model_fingerprint` goes into the keys of cached blocks."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        vocab_size: int,
+        model_fingerprint: bytes = b"",
+        grammars: Grammars | None = None,
+    ) -> None:
+        """`model_fingerprint` goes into the keys of cached blocks. Without `grammars` none can be followed."""
         self._config = config
         self._runner = runner
         self._vocab_size = vocab_size
         self._model_fingerprint = model_fingerprint
+        self._grammars = grammars
         self._scheduler = Scheduler(config)
         self._requests: dict[str, Request] = {}
         self._stalled = False
@@ -120,6 +130,7 @@ class Engine:
             request = self._accept(spec, now)
         except InvalidRequest as error:
             return [Refused(spec.request_id, "invalid", str(error), error.param)]
+        request.num_scored = request.num_prompt  # whoever computes the prompt scores it
         if not self._scheduler.reserve(request, now):
             return [Refused(spec.request_id, "busy", "no room for the request now")]
         self._requests[spec.request_id] = request
@@ -136,7 +147,18 @@ class Engine:
             if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
                 raise InvalidRequest(f"token ids must be between 0 and {self._vocab_size - 1}", param)
         self._check_length(spec)
-        return Request(spec, root_key(self._model_fingerprint, spec.cache_domain), now)
+        request = Request(spec, root_key(self._model_fingerprint, spec.cache_domain), now)
+        if spec.sampling.grammar:
+            request.grammar = self._grammar_state(spec.sampling.grammar)
+        return request
+
+    def _grammar_state(self, grammar: str) -> GrammarState:
+        if self._grammars is None:
+            raise InvalidRequest("grammars are not supported here", "response_format")
+        try:
+            return self._grammars.state(grammar)
+        except ConfigError as error:
+            raise InvalidRequest(str(error), "response_format") from error
 
     def _check_length(self, spec: EngineRequest) -> None:
         capacity, num_prompt = self._config.capacity_tokens, len(spec.prompt_token_ids)
@@ -238,10 +260,12 @@ class Engine:
         if not step:
             self._stalled = True
             return []
-        sampled = self._runner.execute(self._batch(step))
+        batch = self._batch(step)
+        sampled = self._runner.execute(batch)
         ended = _read(now)
         self._scheduler.took(step, ended - started)
-        return self._update(step, iter(sampled), ended)
+        scores = [_take_scores(request, batch) for request, _ in step if batch.scored]
+        return [event for event in scores if event] + self._update(step, iter(sampled), ended)
 
     def _batch(self, step: list[Scheduled]) -> StepBatch:
         return StepBatch([_scheduled_seq(*scheduled) for scheduled in step], self._config.block_size)
@@ -258,6 +282,9 @@ class Engine:
         return events
 
     def _add_token(self, request: Request, token: SampledToken, now: float, events: list[Event]) -> None:
+        if request.grammar is not None and request.grammar.problem:
+            events.append(self._finish(request, now, "error", request.grammar.problem))
+            return
         self._scheduler.sampled(request, token.token_id, now)
         index = len(request.output_token_ids) - 1
         token_out = TokenOut(request.request_id, index, token.token_id, token.logprobs)
@@ -286,8 +313,27 @@ def _scheduled_seq(request: Request, num_tokens: int) -> ScheduledSeq:
     sample = None
     if end == len(request.token_ids):
         outputs = request.output_token_ids
-        sample = SampleInput(request.sampling, len(outputs), request.prompt_token_ids, outputs)
-    return ScheduledSeq(request.request_id, request.token_ids[start:end], start, request.block_table, sample)
+        allowed = request.grammar.allowed(outputs) if request.grammar is not None else None
+        sample = SampleInput(request.sampling, len(outputs), request.prompt_token_ids, outputs, allowed)
+    score = _score_input(request, start, end) if request.num_scored < request.num_prompt else None
+    return ScheduledSeq(request.request_id, request.token_ids[start:end], start, request.block_table, sample, score)
+
+
+def _score_input(request: Request, start: int, end: int) -> ScoreInput | None:
+    """Of the prompt tokens that tokens [start, end) predict, those not scored yet."""
+    num_top = request.sampling.prompt_logprobs
+    assert num_top is not None, "only who wants scores has some to come"
+    wanted = request.token_ids[request.num_scored : min(end + 1, request.num_prompt)]
+    return ScoreInput(request.num_scored - 1 - start, wanted, num_top) if wanted else None
+
+
+def _take_scores(request: Request, batch: StepBatch) -> PromptScored | None:
+    logprobs = batch.scored.get(request.request_id)
+    if not logprobs:
+        return None
+    start = request.num_scored
+    request.num_scored += len(logprobs)
+    return PromptScored(request.request_id, start, logprobs)
 
 
 def _finish_reason(request: Request) -> FinishReason | None:

@@ -148,6 +148,15 @@ class TokenOut:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Log probabilities of prompt tokens [start, start + len(logprobs)). In order, before the first TokenOut."""
+
+    request_id: str
+    start: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RequestStats:
     """Seconds on the engine's side, and tokens it did not have to compute."""
 
@@ -248,6 +257,7 @@ class EngineFailed:
 
 Event = (
     TokenOut
+    | PromptScored
     | Finished
     | KvComputed
     | PrefillDone

@@ -22,7 +22,7 @@ from engine.model_config import Dtype, ModelConfig, WeightFormat, load_model_con
 from engine.models.checkpoint import Progress
 from engine.models.llama import load_llama
 from engine.runner import SampledToken, Slots, StepBatch
-from engine.sampler import sample
+from engine.sampler import sample, score
 from engine.torch_network import TorchNetwork
 
 Kernels = Literal["auto", "native", "torch"]
@@ -33,8 +33,8 @@ class Network(Protocol):
     """Weights and forward pass. Holds no state of any request."""
 
     def logits(self, batch: StepBatch, cache: KvCache) -> torch.Tensor:
-        """Write the KV of every token into `cache`. (number of sequences with `sample`, vocab_size), of a float
-        dtype, in the order of the batch."""
+        """Write the KV of every token into `cache`. (number of rows, vocab_size), of a float dtype: the rows that
+        engine.logit_rows names, in its order."""
         ...
 
 
@@ -54,11 +54,19 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: StepBatch) -> list[SampledToken]:
         logits = self.logits(batch)
-        return sample(logits, [seq.sample for seq in batch.seqs if seq.sample is not None])
+        inputs = [seq.sample for seq in batch.seqs if seq.sample is not None]
+        start = len(inputs)
+        for seq in batch.seqs:
+            if seq.score is not None:
+                end = start + len(seq.score.token_ids)
+                batch.scored[seq.request_id] = score(logits[start:end], seq.score.token_ids, seq.score.num_top)
+                start = end
+        return sample(logits[: len(inputs)], inputs)
 
     @torch.inference_mode()
     def logits(self, batch: StepBatch) -> torch.Tensor:
-        """Compute the step. (number of sequences with `sample`, vocab_size), in the order of the batch."""
+        """Compute the step. (number of sequences with `sample`, vocab_size), in the order of the batch; after them
+        the rows to be scored, in that order too."""
         assert batch.block_size == self._cache.block_size, (batch.block_size, self._cache.block_size)
         return self._network.logits(batch, self._cache)
 

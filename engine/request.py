@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from engine.block_hash import extend_keys
 from engine.messages import EngineRequest, RequestStats
+
+
+class OutputGrammar(Protocol):
+    """What a request's output has to follow; engine.grammar has it."""
+
+    problem: str
+    """Why it cannot be followed any further; empty while it can."""
+
+    def allowed(self, output_token_ids: Sequence[int]) -> npt.NDArray[np.bool_]: ...
 
 
 class RequestState(enum.Enum):
@@ -32,12 +46,14 @@ class Request:
         "block_table",
         "first_step_at",
         "first_token_at",
+        "grammar",
         "last_token_at",
         "num_cached_tokens",
         "num_computed",
         "num_preemptions",
         "num_prompt",
         "num_published",
+        "num_scored",
         "output_token_ids",
         "prefill_only",
         "prefilling",
@@ -78,6 +94,10 @@ class Request:
         """Leading blocks whose keys the pool knows."""
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.grammar: OutputGrammar | None = None
+        """Set by the engine for a request that has a grammar."""
+        self.num_scored = 1 if spec.sampling.prompt_logprobs is not None else self.num_prompt
+        """Leading prompt tokens whose log probabilities are known, or not wanted."""
         self.queued_at = queued_at
         self.first_step_at: float | None = None
         self.started_at: float | None = None

@@ -8,7 +8,7 @@ passed by reference, and must be neither changed nor kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -30,6 +30,18 @@ class SampleInput:
     """Position in the output of the token to be sampled: len(output_token_ids)."""
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
+    allowed: npt.NDArray[np.bool_] | None = None
+    """(vocab_size,) Tokens that the request's grammar allows here; None allows all."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreInput:
+    """Log probabilities that are wanted of a prompt: row `first_row + i` of the sequence's part of the step is to be
+    scored against `token_ids[i]`, the token that follows it."""
+
+    first_row: int
+    token_ids: Sequence[int]
+    num_top: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +57,15 @@ class ScheduledSeq:
     """Block ids. Covers at least start + len(token_ids) tokens; entries past that may be there."""
     sample: SampleInput | None
     """None: a chunk that does not reach the end of the sequence."""
+    score: ScoreInput | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     seqs: Sequence[ScheduledSeq]
     block_size: int
+    scored: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """What the runner found for each sequence with `score`, by request id."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 Arithmetic is fp32. A row's result depends on its own logits and history only, never on its neighbours: rows share
 nothing but the argmax of a batch that is greedy throughout. The order of a row is
 
-    log probabilities of the raw logits -> min_tokens, logit_bias, penalties -> greedy: argmax
+    log probabilities of the raw logits -> logit_bias, penalties, forbidden tokens, grammar -> greedy: argmax
     -> temperature -> top_k -> top_p -> min_p -> one uniform draw through the cumulative distribution
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.counter_rng import uniform
@@ -37,13 +38,16 @@ def sample(logits: torch.Tensor, inputs: Sequence[SampleInput]) -> list[SampledT
     if not inputs:
         return []
     logits = logits.float()
-    if all(_plain_greedy(row.params) and not _forbids_stop(row) for row in inputs):
+    if all(row.params.greedy and row.params.logprobs is None and not _adjusts(row) for row in inputs):
         return [SampledToken(token_id, None) for token_id in logits.argmax(dim=-1).tolist()]
     return [_sample_row(logits[i], row) for i, row in enumerate(inputs)]
 
 
-def _plain_greedy(params: SamplingParams) -> bool:
-    return params.greedy and params.logprobs is None and not params.logit_bias and not _has_penalties(params)
+def _adjusts(row: SampleInput) -> bool:
+    """Whether anything but the model has a say in the logits of this row."""
+    params = row.params
+    forbids = params.bad_words or params.allowed_token_ids or row.allowed is not None or _forbids_stop(row)
+    return bool(forbids or params.logit_bias or _has_penalties(params))
 
 
 def _has_penalties(params: SamplingParams) -> bool:
@@ -78,7 +82,7 @@ def _bounded(logits: torch.Tensor) -> torch.Tensor:
 def _adjust(raw: torch.Tensor, row: SampleInput) -> torch.Tensor:
     """A copy with masks, biases and penalties in it, or `raw` itself when there are none."""
     params = row.params
-    if not (_forbids_stop(row) or params.logit_bias or _has_penalties(params)):
+    if not _adjusts(row):
         return raw
     logits = raw.clone()
     if params.logit_bias:
@@ -86,9 +90,30 @@ def _adjust(raw: torch.Tensor, row: SampleInput) -> torch.Tensor:
         logits[ids] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=raw.device)
     if _has_penalties(params):
         _penalize(logits, row)
+    if params.allowed_token_ids:
+        allowed = torch.tensor(params.allowed_token_ids, device=raw.device)
+        logits = torch.full_like(logits, LOWEST).scatter(0, allowed, logits[allowed])
+    forbidden = _completed(params.bad_words, row.output_token_ids)
     if _forbids_stop(row):
-        logits[torch.tensor(params.stop_token_ids, device=raw.device)] = LOWEST
-    return logits
+        forbidden += params.stop_token_ids
+    if forbidden:
+        logits[torch.tensor(forbidden, device=raw.device)] = LOWEST
+    return logits if row.allowed is None else _follow(logits, row.allowed, forbidden)
+
+
+def _follow(logits: torch.Tensor, allowed: npt.NDArray[np.bool_], forbidden: list[int]) -> torch.Tensor:
+    """A grammar has the last word: where all that it allows is forbidden otherwise, it is allowed all the same."""
+    if forbidden:
+        left = allowed.copy()
+        left[forbidden] = False
+        allowed = left if left.any() else allowed
+    mask = torch.from_numpy(allowed).to(logits.device)
+    return torch.where(mask, _bounded(logits).clamp(min=-LARGEST / 2), LOWEST)
+
+
+def _completed(words: Sequence[Sequence[int]], output: Sequence[int]) -> list[int]:
+    """Tokens that would complete one of `words` if they followed `output`."""
+    return [word[-1] for word in words if list(output[len(output) - len(word) + 1 :]) == list(word[:-1])]
 
 
 def _penalize(logits: torch.Tensor, row: SampleInput) -> None:
@@ -161,6 +186,12 @@ def _descending(values: torch.Tensor) -> torch.Tensor:
         # Several times faster than torch's, which sorts indices along.
         return torch.from_numpy(np.sort(values.numpy())).flip(0)
     return values.sort(descending=True).values
+
+
+def score(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:
+    """`logits` (len(token_ids), vocab_size): log probabilities of the token that follows each row, a row at a time,
+    so that a prompt needs no second copy of its logits."""
+    return tuple(_logprobs(row, token_id, num_top) for row, token_id in zip(logits.float(), token_ids, strict=True))
 
 
 def _logprobs(raw: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:

@@ -15,6 +15,8 @@ MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MIN_SEED = -(2**63)
 MAX_CHOICE = 2**31 - 1
+MAX_BAD_WORDS = 2048
+MAX_BAD_WORD_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,15 @@ class SamplingParams:
     logprobs: int | None = None
     """None: none. k: the chosen token's log probability and those of the k likeliest tokens, of the model's
     distribution before temperature, penalties and truncation."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that the output may not contain: the last token of one cannot follow the others."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that can be sampled; empty allows all. Stop tokens are no exception."""
+    prompt_logprobs: int | None = None
+    """As `logprobs`, for the tokens of the prompt but the first, which nothing predicts. The whole prompt is computed
+    for it: a cached prefix has no logits."""
+    grammar: str = ""
+    """What the output has to follow, as of engine.grammar; empty is anything."""
 
     @property
     def greedy(self) -> bool:
@@ -76,6 +87,17 @@ class SamplingParams:
             _in_range("stop_token_ids", token_id, 0, vocab_size - 1)
         if self.logprobs is not None:
             _in_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _in_range("logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        for token_id in self.allowed_token_ids:
+            _in_range("allowed_token_ids", token_id, 0, vocab_size - 1)
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequest(f"bad_words has more than {MAX_BAD_WORDS} token sequences", "bad_words")
+        for word in self.bad_words:
+            if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+                raise InvalidRequest(f"each of bad_words must be 1 to {MAX_BAD_WORD_TOKENS} tokens", "bad_words")
+            for token_id in word:
+                _in_range("bad_words", token_id, 0, vocab_size - 1)
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:

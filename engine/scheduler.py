@@ -253,6 +253,8 @@ class Scheduler:
         hits: list[int] = []
         if self._config.prefix_caching:
             max_hits = (request.num_tokens - 1) // block_size
+            if request.num_scored < request.num_prompt:
+                max_hits = 0  # a cached prefix has no logits to score the prompt by
             hits = self._pool.match(request.full_block_keys(block_size)[:max_hits])
         num_blocks = self._num_blocks(request.num_tokens)
         num_spare = self._pool.num_available - self._pool.num_needed(hits, num_blocks) - spare_blocks

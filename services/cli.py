@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         worker = _command(commands, role, text, WorkerConfig, skip=("role",))
         worker.set_defaults(run=_worker)
     _add_model(commands)
+    _add_key(commands)
     return parser
 
 
@@ -65,6 +66,17 @@ def _add_model(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     importing = verbs.add_parser("import", help=text, description=text, allow_abbrev=False)
     model_cli.add_arguments(importing)
     importing.set_defaults(run=model_cli.run)
+
+
+def _add_key(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from services import key_cli
+
+    key = commands.add_parser("key", help="API keys of the gateway", description="API keys of the gateway")
+    verbs = key.add_subparsers(dest="verb", required=True, metavar="VERB")
+    text = "print a new key and its entry for the file that --api-keys-file names"
+    new = verbs.add_parser("new", help=text, description=text, allow_abbrev=False)
+    key_cli.add_arguments(new)
+    new.set_defaults(run=key_cli.run)
 
 
 def _serve(args: argparse.Namespace) -> int:

@@ -65,6 +65,13 @@ class Sampling(Message, frozen=True):
     choice: int = 0
     stop_token_ids: list[int] = []
     logprobs: int | None = None
+    bad_words: list[list[int]] = []
+    allowed_token_ids: list[int] = []
+    grammar: str = ""
+    prompt_logprobs: int | None = None
+
+    def of_choice(self, choice: int) -> Sampling:
+        return self if choice == self.choice else msgspec.structs.replace(self, choice=choice)
 
 
 class Work(Message, frozen=True):
@@ -184,6 +191,14 @@ class Tokens(Message, frozen=True, tag_field="t", tag="tokens"):
     """Empty, or one a token."""
 
 
+class PromptLogprobs(Message, frozen=True, tag_field="t", tag="prompt_logprobs"):
+    """Of prompt tokens [start, start + len(logprobs)), from the worker that computes the prompt, in order and before
+    any output token of its own."""
+
+    start: int
+    logprobs: list[TokenLogprob]
+
+
 class Stats(Message, frozen=True):
     """engine.messages.RequestStats, with the transfer's figures where there was one."""
 
@@ -220,7 +235,7 @@ class Failure(Message, frozen=True, tag_field="t", tag="failure"):
     param: str | None = None
 
 
-Frame = Reserved | Accepted | Busy | Leaving | Held | Tokens | Transferred | Finish | Failure
+Frame = Reserved | Accepted | Busy | Leaving | Held | Tokens | PromptLogprobs | Transferred | Finish | Failure
 
 
 # Prefill to decode, inside the commit of a transfer

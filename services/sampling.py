@@ -22,4 +22,8 @@ def engine_params(sampling: Sampling) -> SamplingParams:
         choice=sampling.choice,
         stop_token_ids=tuple(sampling.stop_token_ids),
         logprobs=sampling.logprobs,
+        bad_words=tuple(map(tuple, sampling.bad_words)),
+        allowed_token_ids=tuple(sampling.allowed_token_ids),
+        grammar=sampling.grammar,
+        prompt_logprobs=sampling.prompt_logprobs,
     )

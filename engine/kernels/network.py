@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from engine.kv_cache import KvCache
+from engine.logit_rows import logit_rows
 from engine.model_config import ModelConfig, WeightFormat
 from engine.models.checkpoint import Progress
 from engine.models.llama import load_weights
@@ -25,16 +26,21 @@ class NativeNetwork:
         self._decoder = decoder
 
     def logits(self, batch: StepBatch, cache: KvCache) -> torch.Tensor:
-        """float32 (number of sequences with `sample`, vocab_size), in the order of the batch."""
+        """float32 (number of rows, vocab_size), the rows as engine.logit_rows says."""
+        rows = logit_rows(batch.seqs, range(len(batch.seqs)))
+        ascending = sorted(rows)
         logits: torch.Tensor = self._decoder.step(
             [seq.token_ids for seq in batch.seqs],
             [seq.start for seq in batch.seqs],
             [seq.block_table for seq in batch.seqs],
-            [seq.sample is not None for seq in batch.seqs],
+            ascending,
             cache.data,
             batch.block_size,
         )
-        return logits
+        if rows == ascending:
+            return logits
+        place = {row: at for at, row in enumerate(ascending)}
+        return logits[[place[row] for row in rows]]
 
 
 def load_native(

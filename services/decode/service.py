@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import messages
-from engine.messages import AddRequest, Buffer, EngineFailed, Finished, Refused, StartDecode, TokenOut
+from engine.messages import AddRequest, Buffer, EngineFailed, Finished, PromptScored, Refused, StartDecode, TokenOut
 from services.decode.departure import Departure, Stream
 from services.protocol import (
     Accepted,
@@ -39,7 +39,7 @@ from services.protocol import (
     decode_handoff_state,
 )
 from services.worker import handoff_key
-from services.worker.convert import ended, engine_request, tokens_frame
+from services.worker.convert import ended, engine_request, prompt_logprobs_frame, tokens_frame
 from services.worker.engine_client import DeadlinePassed, EngineClient
 from transport.receiver import Grant, KvReceiver
 from transport.sender import KvSender
@@ -129,6 +129,8 @@ class DecodeService:
                 case TokenOut():
                     stream.last = event.index, event.token_id
                     yield tokens_frame(event)
+                case PromptScored():
+                    yield prompt_logprobs_frame(event)
                 case Committed():
                     stream.last = event.state.index, event.state.token_id
                     yield _first_token(event.state)

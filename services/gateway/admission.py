@@ -1,7 +1,8 @@
-"""First come, first served when every worker is busy. On the event loop.
+"""First come, first served within a priority when every worker is busy. On the event loop.
 
-A request that finds room never waits here. One that does not joins the queue by age; only the oldest asks the
-workers again, each time something of ours has ended, or a short while has passed (others may share the workers).
+A request that finds room never waits here. One that does not joins the queue by priority and age; only the first
+asks the workers again, each time something of ours has ended, or a short while has passed (others may share the
+workers).
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import contextlib
 import itertools
 
 from services.gateway.errors import Overloaded
+
+PRIORITY_SHIFT = 48
+"""More requests than this many bits count never arrive."""
 
 
 class Admission:
@@ -25,9 +29,10 @@ class Admission:
     def num_queued(self) -> int:
         return len(self._queue)
 
-    def ticket(self) -> int:
-        """A place in the order of arrival. A request keeps its own through all its attempts."""
-        return next(self._numbers)
+    def ticket(self, priority: int = 0) -> int:
+        """A place in the order of priority, the lower the sooner, then of arrival. A request keeps its own through
+        all its attempts."""
+        return (priority << PRIORITY_SHIFT) + next(self._numbers)
 
     def turn(self, ticket: int) -> Turn:
         return Turn(self, ticket)

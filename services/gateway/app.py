@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from services.gateway.anthropic.api import MessagesApi
+from services.gateway.endpoints import json_response, small_routes
 from services.gateway.errors import ApiError, InvalidRequest, NotFound
-from services.gateway.gateway import Gateway
-from services.gateway.generation import ChatEndpoint, CompletionEndpoint
+from services.gateway.gateway import VERSION, Gateway
+from services.gateway.generation import GenerationEndpoint
+from services.gateway.openai.chat import ChatApi, ChatPlanner
+from services.gateway.openai.common import ServedModel
+from services.gateway.openai.completions import CompletionApi
+from services.gateway.openapi import openapi_document
 from services.gateway.request_id import RequestIds
+from services.gateway.responses.api import ResponsesApi
+from services.gateway.tenants.guard import Guard
 
 MAX_LISTED = 100
+EXPOSED_HEADERS = ["x-request-id", "retry-after"] + [
+    f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens")
+]
 
 
 def create_public_app(gateway: Gateway) -> ASGIApp:
     app = _app()
+    served = ServedModel(gateway.config.model_name, gateway.text)
+    planner = ChatPlanner(served, gateway.output_format)
+
+    document = openapi_document(VERSION, gateway.config.model_name, needs_key=gateway.keys is not None)
+
+    async def openapi(_: Request) -> Response:
+        return json_response(document)
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -30,37 +46,28 @@ def create_public_app(gateway: Gateway) -> ASGIApp:
     async def ready(_: Request) -> Response:
         return JSONResponse({"ready": gateway.ready}, status_code=200 if gateway.ready else 503)
 
-    def model() -> dict[str, Any]:
-        name = gateway.config.model_name
-        limit = gateway.described_context_tokens()
-        return {
-            "id": name,
-            "object": "model",
-            "created": gateway.created,
-            "owned_by": "kvbaton",
-            "max_model_len": limit,
-        }
-
-    async def models(_: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [model()]})
-
-    async def one_model(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name != gateway.config.model_name:
-            raise NotFound(f"The model {name!r} does not exist", param="model", code="model_not_found")
-        return JSONResponse(model())
-
     app.router.routes += [
         Route("/health", health),
         Route("/ready", ready),
-        Route("/v1/models", models),
-        Route("/v1/models/{name:path}", one_model),
-        Route("/v1/chat/completions", ChatEndpoint(gateway), methods=["POST"]),
-        Route("/v1/completions", CompletionEndpoint(gateway), methods=["POST"]),
+        Route("/v1/chat/completions", GenerationEndpoint(gateway, ChatApi(planner)), methods=["POST"]),
+        Route("/v1/completions", GenerationEndpoint(gateway, CompletionApi(served)), methods=["POST"]),
+        Route("/v1/responses", GenerationEndpoint(gateway, ResponsesApi(planner)), methods=["POST"]),
+        Route("/v1/messages", GenerationEndpoint(gateway, MessagesApi(planner)), methods=["POST"]),
+        *small_routes(gateway, planner),
+        Route("/openapi.json", openapi),
     ]
     if gateway.config.public_metrics:
         app.router.routes.append(_metrics_route(gateway))
-    return RequestIds(app)
+    guarded: ASGIApp = Guard(app, gateway.keys)
+    if gateway.config.cors_origins:
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=gateway.config.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
+    return RequestIds(guarded)
 
 
 def create_admin_app(gateway: Gateway) -> ASGIApp:
@@ -70,16 +77,16 @@ def create_admin_app(gateway: Gateway) -> ASGIApp:
         return JSONResponse({"status": "ok"})
 
     async def requests(_: Request) -> Response:
-        return _json([timeline.body() for timeline in gateway.timelines.latest(MAX_LISTED)])
+        return json_response([timeline.body() for timeline in gateway.timelines.latest(MAX_LISTED)])
 
     async def one_request(request: Request) -> Response:
         timeline = gateway.timelines.find(request.path_params["request_id"])
         if timeline is None:
             raise NotFound("no such request among those still remembered")
-        return _json(timeline.body())
+        return json_response(timeline.body())
 
     async def cluster(_: Request) -> Response:
-        return _json({"workers": gateway.cluster.describe(), "num_queued": gateway.admission.num_queued})
+        return json_response({"workers": gateway.cluster.describe(), "num_queued": gateway.admission.num_queued})
 
     app.router.routes += [
         Route("/health", health),
@@ -104,10 +111,6 @@ def _metrics_route(gateway: Gateway) -> Route:
         return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return Route("/metrics", metrics)
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 async def _on_api_error(_: Request, error: Exception) -> Response:

@@ -202,6 +202,7 @@ class Attempt:
             sampling=job.sampling,
             deadline_s=max(0.0, job.deadline - _now()),
             output_token_ids=job.output_token_ids[:-1] if self._source else list(job.output_token_ids),
+            cache_domain=job.cache_domain,
         )
 
     def _mint(self, prefill: WorkerView, decode: WorkerView) -> Handoff:

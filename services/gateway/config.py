@@ -26,6 +26,24 @@ class GatewayConfig(BaseModel):
     secret_file: Path | None = Field(None, description="file with the secret that all processes of a system share")
     public_metrics: bool = Field(True, description="serve /metrics on the public port too")
 
+    chat_template: Path | None = Field(None, description="Jinja chat template to use in place of the model's own")
+    tool_parser: Literal["auto", "hermes", "llama3", "none"] = Field(
+        "auto", description="how the model writes tool calls; auto: as its chat template shows"
+    )
+    reasoning_parser: Literal["auto", "think", "none"] = Field(
+        "auto", description="how the model marks its reasoning; auto: as its chat template shows"
+    )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto", description="auto: the model's generation_config.json gives defaults for temperature, top_p, ..."
+    )
+
+    api_keys_file: Path | None = Field(
+        None, description="TOML file of API keys, read again when it changes; without one everybody is let in"
+    )
+    tls_cert: Path | None = Field(None, description="certificate chain of the public port, PEM; needs tls-key")
+    tls_key: Path | None = Field(None, description="private key of the public port, PEM")
+    cors_origins: list[str] = Field([], description="origins whose pages may call the API; * for all")
+
     max_body_bytes: int = Field(8 << 20, ge=1024, description="longest request body; a longer one gets 413")
     body_timeout_s: float = Field(30.0, gt=0, description="seconds a client gets to send its whole body")
     request_timeout_s: float = Field(
@@ -94,6 +112,12 @@ class GatewayConfig(BaseModel):
         if len(set(urls)) != len(urls):
             raise ValueError("a worker is named twice")
         return urls
+
+    @model_validator(mode="after")
+    def _has_both_or_neither(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls-cert and tls-key come together")
+        return self
 
     @model_validator(mode="after")
     def _has_secret(self) -> Self:

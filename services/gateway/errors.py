@@ -3,6 +3,9 @@
     ApiError                    status, type, param, code
     ├── InvalidRequest   400    the body says something that cannot be served; `param` names the field
     │   └── ContextTooLong      code context_length_exceeded
+    ├── Unauthorized     401    no API key, or none that is known
+    ├── Forbidden        403    the key may not use this model
+    ├── RateLimited      429    the key has used up what it may; carries Retry-After
     ├── NotFound         404    no such route or model
     ├── TooLarge         413    the body is over the limit
     ├── Overloaded       503    no room now; carries Retry-After
@@ -15,7 +18,10 @@ ClientGone is no ApiError: nobody is left to tell.
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import msgspec
 
 
 class ApiError(Exception):
@@ -36,6 +42,9 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
+    def encoded(self) -> bytes:
+        return msgspec.json.encode(self.body())
+
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
 
@@ -47,6 +56,31 @@ class InvalidRequest(ApiError):
 
 class ContextTooLong(InvalidRequest):
     code = "context_length_exceeded"
+
+
+class Unauthorized(ApiError):
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        return {"www-authenticate": "Bearer"}
+
+
+class Forbidden(ApiError):
+    status = 403
+    type = "invalid_request_error"
+    code = "model_not_allowed"
+
+
+class RateLimited(ApiError):
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = math.ceil(retry_after_s)
 
 
 class NotFound(ApiError):

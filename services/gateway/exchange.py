@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.errors import ApiError, ClientGone, InvalidRequest, TooLarge
+from services.gateway.tenants.guard import identity_of
+from services.gateway.tenants.keys import Identity
 
 STALLED = "took nothing for too long"
 MAX_DISCARDED_BYTES = 64 << 20
@@ -31,6 +32,10 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         self._writing_since: float | None = None
         """When the event that is being written began to be, while the client does not take it."""
+
+    @property
+    def identity(self) -> Identity:
+        return identity_of(self._scope)
 
     def header(self, name: str) -> str | None:
         wanted = name.encode()
@@ -100,15 +105,14 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
         self._writing_since = None
 
-    async def fail(self, error: ApiError) -> None:
-        """As the whole answer, or as the last event of one that has begun."""
-        body = msgspec.json.encode(error.body())
+    async def fail(self, error: ApiError, body: bytes, event: bytes) -> None:
+        """With `body` as the whole answer, or `event` as the last one of an answer that has begun."""
         if not self.started:
             # What is left of the body is not read: the connection cannot carry another request.
             closing = {"connection": "close"} if error.status in (408, 413) else {}
             await self.answer(body, error.status, error.headers() | closing)
             return
-        await self._write_last(b"data: " + body + b"\n\n")
+        await self._write_last(event)
 
     async def _start(self, status: int, content_type: str, headers: Mapping[str, str]) -> None:
         self.started = True

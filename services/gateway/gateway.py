@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import logging
 import time
+import uuid
 from collections.abc import Iterable
+from importlib.metadata import version
 
 from prometheus_client import Metric
 
@@ -16,10 +20,16 @@ from services.gateway.errors import Unavailable
 from services.gateway.handoff import Handoffs
 from services.gateway.metrics import GatewayMetrics, gauge, labelled_gauge
 from services.gateway.router import longest_request
+from services.gateway.tenants.keys import KeyFileError, KeyRing
 from services.gateway.text.model_text import ModelText
 from services.gateway.timeline import Timelines
+from services.gateway.tools.formats import OutputFormat
 from services.gateway.work_pool import WorkPool
 from services.gateway.worker_client import WorkerClient
+
+logger = logging.getLogger(__name__)
+VERSION = version("kvbaton")
+KEYS_POLL_S = 1.0
 
 
 class Gateway:
@@ -28,10 +38,14 @@ class Gateway:
     def __init__(self, config: GatewayConfig, text: ModelText) -> None:
         self.config = config
         self.text = text
+        source = text.template.source if text.template is not None else ""
+        self.output_format = OutputFormat.of(source, config.tool_parser, config.reasoning_parser)
         self.draining = False
         self.created = int(time.time())
         self.num_running = 0
         """Requests between their arrival and their last byte."""
+        self.keys = KeyRing(config.api_keys_file) if config.api_keys_file else None
+        self._watch: asyncio.Task[None] | None = None
         self.pool = WorkPool(config.threads, config.max_pending_text_jobs)
         self.metrics = GatewayMetrics(self._gauges)
         self.timelines = Timelines(config.max_timelines)
@@ -59,12 +73,28 @@ class Gateway:
     @classmethod
     async def create(cls, config: GatewayConfig) -> Gateway:
         """Load the text side on a thread, then build. Raises ConfigError, TokenizerError, TemplateError."""
-        return cls(config, await asyncio.to_thread(ModelText.load, config.model))
+        use_defaults = config.generation_config == "auto"
+        text = await asyncio.to_thread(ModelText.load, config.model, config.chat_template, use_defaults=use_defaults)
+        return cls(config, text)
 
     def start(self) -> None:
         self.cluster.start()
+        if self.keys is not None:
+            self._watch = asyncio.create_task(self._watch_keys(self.keys))
+
+    async def _watch_keys(self, keys: KeyRing) -> None:
+        while True:
+            await asyncio.sleep(KEYS_POLL_S)
+            try:
+                if keys.reload_if_changed():
+                    logger.info("API keys read again from %s", keys.path)
+            except KeyFileError as error:
+                logger.error("the API keys stay as they were: %s", error)
 
     async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
         await self.cluster.close()
         await self._client.close()
         self.pool.close()
@@ -91,6 +121,18 @@ class Gateway:
         return min(
             self.text.config.max_position_embeddings, self._longest() or self.text.config.max_position_embeddings
         )
+
+    def new_request_id(self) -> str:
+        """Of a request that generates nothing."""
+        return f"req-{uuid.uuid4().hex}"
+
+    def system_fingerprint(self) -> str | None:
+        """What answers are computed with: equal for equal models, dtypes and versions. None without a worker."""
+        prints = {worker.info.fingerprint for worker in self.cluster.workers() if worker.info.fingerprint}
+        if not prints:
+            return None
+        parts = sorted(f"{found.model} {found.dtype}" for found in prints)
+        return "fp_" + hashlib.sha256("\n".join([VERSION, *parts]).encode()).hexdigest()[:12]
 
     def _longest(self) -> int:
         return longest_request(self.cluster.workers())

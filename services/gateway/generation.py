@@ -1,6 +1,6 @@
-"""POST /v1/chat/completions and /v1/completions: one request from its body to its last byte.
+"""A request that generates, from its body to its last byte, whatever the API it speaks.
 
-    read -> parse -> render and tokenize (pool) -> check the context -> tokens from the workers -> text -> answer
+    read -> plan (pool: parse, check, render, tokenize) -> jobs on the workers -> choices -> answer
 
 On the event loop. The client's leaving, at any point, cancels the work; cancelling it closes the worker streams.
 """
@@ -11,76 +11,53 @@ import asyncio
 import logging
 import time
 import uuid
-from abc import ABC, abstractmethod
 from contextlib import aclosing
-from typing import Any
+from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.errors import (
-    ApiError,
-    ClientGone,
-    ContextTooLong,
-    DeadlinePassed,
-    Failed,
-    InvalidRequest,
-    NotFound,
-    Unavailable,
-)
+from services.gateway.choice import Choice
+from services.gateway.choices import run_choices
+from services.gateway.errors import ApiError, ClientGone, DeadlinePassed, Failed, Forbidden, Unavailable
 from services.gateway.exchange import STALLED, Exchange
 from services.gateway.gateway import Gateway
-from services.gateway.job import Job, NewTokens
-from services.gateway.openai.answers import Answer, ChatAnswer, CompletionAnswer, ScoredToken, Usage
-from services.gateway.openai.prompts import Prompt, read_messages, read_prompt
-from services.gateway.openai.requests import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    parse_chat,
-    parse_completion,
-)
-from services.gateway.openai.sampling import fit_max_tokens, read_stops, requested_tokens, to_sampling
-from services.gateway.text.chat_template import TemplateError
-from services.gateway.text.model_text import TextTooLong
+from services.gateway.job import Job
+from services.gateway.output import Delta, Ending, Result, Usage
+from services.gateway.plan import Answer, AnswerHead, Api, Plan
+from services.gateway.tenants.guard import rate_limited
+from services.gateway.tenants.keys import Identity
 from services.gateway.text.text_stream import TextStream
 from services.gateway.timeline import Timeline
 
 logger = logging.getLogger(__name__)
+CLASS_SHIFT = 33
+"""A request's own priority orders it within the class of its key only."""
 
 
-class GenerationEndpoint(ABC):
-    """An ASGI application. Subclasses say what differs between the two APIs."""
+class GenerationEndpoint:
+    """An ASGI application."""
 
-    name: str
-    id_prefix: str
-    answer_type: type[Answer]
-
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, api: Api) -> None:
         self._gateway = gateway
-
-    @abstractmethod
-    def _parse(self, body: bytes) -> GenerationRequest: ...
-
-    @abstractmethod
-    def _tokenize(self, request: Any, max_tokens: int) -> list[int]:
-        """On a pool thread."""
+        self._api = api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
-        request_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        request_id = f"{self._api.id_prefix}{self._api.id_separator}{uuid.uuid4().hex}"
         exchange = Exchange(scope, receive, send, request_id, gateway.config.stall_timeout_s)
-        timeline = Timeline(request_id, self.name, time.time(), _now(), exchange.header("x-request-id"))
+        timeline = Timeline(request_id, self._api.name, time.time(), _now(), exchange.header("x-request-id"))
         gateway.timelines.begin(timeline)
         gateway.num_running += 1
         try:
             timeline.outcome = await self._run(exchange, timeline)
         finally:
             gateway.num_running -= 1
-            timeline.total_s = _now() - timeline.began
+            timeline.finish(_now())
+            exchange.identity.meter.take_output(timeline.num_output_tokens, _now())
             gateway.metrics.output_tokens.inc(timeline.num_output_tokens)
             gateway.timelines.end(timeline)
-            gateway.metrics.requests.labels(self.name, timeline.outcome).inc()
-            gateway.metrics.total.observe(timeline.total_s)
+            gateway.metrics.requests.labels(self._api.name, timeline.outcome).inc()
+            gateway.metrics.total.observe(timeline.total_s or 0.0)
 
     async def _run(self, exchange: Exchange, timeline: Timeline) -> str:
         """The outcome, as metrics name it. Raises nothing but a cancellation from outside."""
@@ -97,7 +74,7 @@ class GenerationEndpoint(ABC):
             problem = Failed("internal error")
         logger.info("request %s: %d %s", exchange.request_id, problem.status, problem)
         try:
-            await exchange.fail(problem)
+            await exchange.fail(problem, self._api.error_body(problem), self._api.error_event(problem))
         except ClientGone:
             return "client_closed"
         return str(problem.status)
@@ -124,178 +101,148 @@ class GenerationEndpoint(ABC):
         deadline = timeline.began + self._gateway.config.request_timeout_s
         try:
             async with asyncio.timeout_at(deadline):
-                request, prompt = await self._gateway.pool.run(
+                plan = await self._gateway.pool.run(
                     min(deadline - _now(), self._gateway.config.prepare_timeout_s),
-                    self._read_body,
+                    self._api.plan,
                     body,
                     self._gateway.context_tokens(),
                 )
-                job, stream = self._prepare(request, prompt, timeline, deadline)
-                await self._answer(exchange, request, job, stream)
+                self._admit(exchange.identity, plan)
+                choices = self._choices(plan, exchange.identity, timeline, deadline)
+                await self._answer(exchange, plan, choices, timeline)
         except TimeoutError:
             seconds = self._gateway.config.request_timeout_s
             raise DeadlinePassed(f"the request was not finished within {seconds:.0f} s") from None
 
-    def _check_model(self, name: str) -> None:
-        if name != self._gateway.config.model_name:
-            message = f"The model {name!r} does not exist; this is {self._gateway.config.model_name!r}"
-            raise NotFound(message, param="model", code="model_not_found")
+    def _admit(self, identity: Identity, plan: Plan) -> None:
+        model = self._gateway.config.model_name
+        if not identity.may_use(model):
+            raise Forbidden(f"this API key may not use the model {model!r}", param="model")
+        refusal = identity.meter.take_prompt(plan.num_prompt_tokens, _now())
+        if refusal is not None:
+            raise rate_limited(refusal)
 
-    def _read_body(self, body: bytes, context: int) -> tuple[GenerationRequest, list[int]]:
-        """On a pool thread: the checked request and its prompt. Cheap checks come before the tokenizer."""
-        request = self._parse(body)
-        self._check_model(request.model)
-        read_stops(request.stop)
-        requested_tokens(request)
-        try:
-            prompt = self._tokenize(request, context)
-        except TextTooLong as error:
-            raise ContextTooLong(
-                f"This model's maximum context length is {context} tokens, but the prompt has at least "
-                f"{error.min_num_tokens}.",
-                param=self._prompt_param,
-            ) from None
-        except TemplateError as error:
-            raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
-        if not prompt:
-            raise InvalidRequest(f"{self._prompt_param} has no tokens", param=self._prompt_param)
-        return request, prompt
-
-    def _prepare(
-        self, request: GenerationRequest, prompt: list[int], timeline: Timeline, deadline: float
-    ) -> tuple[Job, TextStream]:
-        gateway, text = self._gateway, self._gateway.text
+    def _choices(self, plan: Plan, identity: Identity, timeline: Timeline, deadline: float) -> list[Choice]:
+        gateway = self._gateway
         timeline.tokenize_s = _now() - timeline.began
-        timeline.num_prompt_tokens = len(prompt)
-        max_tokens = fit_max_tokens(request, len(prompt), gateway.context_tokens())
-        sampling = to_sampling(request, max_tokens, text.config.eos_token_ids, text.config.vocab_size)
-        gateway.metrics.prompt_tokens.inc(len(prompt))
-        job = Job(timeline.request_id, prompt, sampling, deadline, gateway.admission.ticket(), timeline)
-        stream = TextStream(
-            text.tokenizer.detokenizer(prompt),
-            read_stops(request.stop),
-            sampling.stop_token_ids,
-            min_tokens=sampling.min_tokens,
-        )
-        return job, stream
+        timeline.num_prompt_tokens = plan.num_prompt_tokens
+        timeline.tenant = identity.tenant or None
+        gateway.metrics.prompt_tokens.inc(plan.num_prompt_tokens)
+        tokenizer, eos = gateway.text.tokenizer, gateway.text.config.eos_token_ids
+        cache_domain = identity.cache_domain(plan.cache_salt)
+        priority = (identity.priority << CLASS_SHIFT) + plan.priority
+        choices = []
+        for index in range(plan.num_choices):
+            prompt = plan.prompts[index // plan.n]
+            job = Job(
+                timeline.request_id if plan.num_choices == 1 else f"{timeline.request_id}-{index}",
+                prompt.token_ids,
+                prompt.sampling.of_choice(index % plan.n),
+                deadline,
+                gateway.admission.ticket(priority),
+                timeline.of_choice(index, len(prompt.token_ids)) if plan.num_choices > 1 else timeline,
+                cache_domain,
+            )
+            stream = TextStream(
+                tokenizer.detokenizer(prompt.token_ids, keep_special=plan.text.keep_special),
+                plan.text.stops,
+                job.sampling.stop_token_ids,
+                min_tokens=job.sampling.min_tokens,
+                include_stop=plan.text.include_stop,
+            )
+            choices.append(
+                Choice(
+                    index,
+                    job,
+                    stream,
+                    plan.text,
+                    echo=prompt.echo,
+                    prompt_offsets=prompt.offsets,
+                    parser=plan.parser(),
+                    eos_token_ids=eos,
+                )
+            )
+        return choices
 
-    async def _answer(self, exchange: Exchange, request: GenerationRequest, job: Job, stream: TextStream) -> None:
-        answer = self.answer_type(
-            exchange.request_id,
-            request.model,
-            int(job.timeline.arrived),
-            self._gateway.text.tokenizer.spelling,
-            include_usage=request.include_usage,
-            scored=job.sampling.logprobs is not None,
-        )
-        writer = _EventWriter(exchange, answer) if request.stream else _WholeWriter(exchange, answer)
-        async with aclosing(self._gateway.handoffs.run(job)) as batches:
-            async for batch in batches:
-                text, scored = self._read(job, stream, batch)
-                await writer.text(text, scored)
-                if stream.stopped:
-                    break
-        rest = stream.flush()
-        if rest:
-            await writer.text(rest, [])
-        reason = "stop" if stream.stopped else job.finish_reason
-        assert reason is not None, "the tokens of a job end with a reason"
-        job.timeline.finish_reason = reason
-        self._gateway.metrics.finishes.labels(reason).inc()
-        self._gateway.metrics.cached_tokens.inc(job.timeline.num_cached_tokens or 0)
-        usage = Usage(len(job.prompt_token_ids), stream.num_tokens, job.timeline.num_cached_tokens)
-        await writer.end(reason, usage)
+    async def _answer(self, exchange: Exchange, plan: Plan, choices: list[Choice], timeline: Timeline) -> None:
+        head = AnswerHead(exchange.request_id, int(timeline.arrived), self._gateway.system_fingerprint())
+        answer = plan.answer(head)
+        writer: _Writer = (_EventWriter if plan.stream else _WholeWriter)(exchange, answer, len(choices))
+        async with aclosing(run_choices(self._gateway.handoffs.run, choices, plan.n)) as steps:
+            async for choice, delta, ending in steps:
+                self._note(choice, ending)
+                await writer.add(choice.index, delta, ending)
+        num_cached = timeline.cached_tokens(plan.n)
+        self._gateway.metrics.cached_tokens.inc(num_cached or 0)
+        num_output = sum(choice.num_tokens for choice in choices)
+        num_reasoning = sum(choice.num_reasoning_tokens for choice in choices)
+        await writer.end(Usage(timeline.num_prompt_tokens, num_output, num_cached, num_reasoning))
 
-    def _read(self, job: Job, stream: TextStream, batch: NewTokens) -> tuple[str, list[ScoredToken]]:
-        """Text and log probabilities of new tokens; notes when they came."""
-        text, scored = "", []
-        for token_id, logprob in batch:
-            if logprob is not None:
-                scored.append(ScoredToken(token_id, logprob, stream.num_chars))
-            text += stream.push(token_id)
-            if stream.stopped:
-                break
-        timeline, metrics, now = job.timeline, self._gateway.metrics, _now() - job.timeline.began
+    def _note(self, choice: Choice, ending: Ending | None) -> None:
+        """When tokens came, and how it ended."""
+        timeline, metrics = choice.job.timeline, self._gateway.metrics
+        if ending is not None:
+            timeline.finish_reason = ending.reason
+            metrics.finishes.labels(ending.reason).inc()
+        if choice.num_tokens == timeline.num_output_tokens:
+            return
+        now = _now() - timeline.began
         if timeline.first_token_at is None:
             timeline.first_token_at = now
             metrics.ttft.observe(now)
         elif timeline.last_token_at is not None:
             metrics.itl.observe(now - timeline.last_token_at)
-        timeline.last_token_at, timeline.num_output_tokens = now, stream.num_tokens
-        return text, scored
-
-    @property
-    def _prompt_param(self) -> str:
-        return "messages" if self.answer_type is ChatAnswer else "prompt"
+        timeline.last_token_at, timeline.num_output_tokens = now, choice.num_tokens
 
 
-class ChatEndpoint(GenerationEndpoint):
-    name = "chat.completions"
-    id_prefix = "chatcmpl"
-    answer_type = ChatAnswer
+class _Writer(Protocol):
+    async def add(self, choice: int, delta: Delta, ending: Ending | None) -> None: ...
 
-    def _parse(self, body: bytes) -> ChatRequest:
-        return parse_chat(body)
-
-    def _tokenize(self, request: ChatRequest, max_tokens: int) -> list[int]:
-        return self._gateway.text.chat_prompt(read_messages(request.messages), max_tokens)
-
-
-class CompletionEndpoint(GenerationEndpoint):
-    name = "completions"
-    id_prefix = "cmpl"
-    answer_type = CompletionAnswer
-
-    def _parse(self, body: bytes) -> CompletionRequest:
-        return parse_completion(body)
-
-    def _tokenize(self, request: CompletionRequest, max_tokens: int) -> list[int]:
-        text = self._gateway.text
-        if request.prompt is None:
-            raise InvalidRequest("you must provide a prompt parameter", param="prompt")
-        prompt: Prompt = read_prompt(request.prompt, text.config.vocab_size)
-        return text.text_prompt(prompt, max_tokens) if isinstance(prompt, str) else prompt
+    async def end(self, usage: Usage) -> None: ...
 
 
 class _EventWriter:
     """The status line waits for the first token: what fails before it is an HTTP error."""
 
-    def __init__(self, exchange: Exchange, answer: Answer) -> None:
+    def __init__(self, exchange: Exchange, answer: Answer, num_choices: int) -> None:
         self._exchange = exchange
         self._answer = answer
+        self._left = num_choices
+        self._kept = b""
+        """The finish of the last choice: it goes out together with what follows it."""
 
-    async def text(self, text: str, scored: list[ScoredToken]) -> None:
-        events = await self._started()
-        if text or scored:
-            events += self._answer.text_event(text, scored)
+    async def add(self, choice: int, delta: Delta, ending: Ending | None) -> None:
+        events = b""
+        if not self._exchange.started:
+            await self._exchange.start_events()
+            events = self._answer.start()
+        if delta:
+            events += self._answer.delta(choice, delta)
+        if ending is not None:
+            events += self._answer.finish(choice, ending)
+            self._left -= 1
+            if not self._left:
+                self._kept = events
+                return
         if events:
             await self._exchange.events(events)
 
-    async def end(self, reason: str, usage: Usage) -> None:
-        events = await self._started()
-        await self._exchange.events(events + self._answer.last_events(reason, usage), last=True)
-
-    async def _started(self) -> bytes:
-        """What is to be sent before anything else."""
-        if self._exchange.started:
-            return b""
-        await self._exchange.start_events()
-        return self._answer.first_event()
+    async def end(self, usage: Usage) -> None:
+        await self._exchange.events(self._kept + self._answer.end(usage), last=True)
 
 
 class _WholeWriter:
-    def __init__(self, exchange: Exchange, answer: Answer) -> None:
+    def __init__(self, exchange: Exchange, answer: Answer, num_choices: int) -> None:
         self._exchange = exchange
         self._answer = answer
-        self._text: list[str] = []
-        self._scored: list[ScoredToken] = []
+        self._results = [Result() for _ in range(num_choices)]
 
-    async def text(self, text: str, scored: list[ScoredToken]) -> None:
-        self._text.append(text)
-        self._scored += scored
+    async def add(self, choice: int, delta: Delta, ending: Ending | None) -> None:
+        self._results[choice].add(delta)
+        self._results[choice].ending = ending
 
-    async def end(self, reason: str, usage: Usage) -> None:
-        await self._exchange.answer(self._answer.body("".join(self._text), self._scored, reason, usage))
+    async def end(self, usage: Usage) -> None:
+        await self._exchange.answer(self._answer.body(self._results, usage))
 
 
 def _now() -> float:

@@ -31,7 +31,19 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.migration import Migration
 from services.gateway.router import NoRoute, choose, choose_successor
 from services.gateway.worker_client import WorkerClient
-from services.protocol import Accepted, Busy, Failure, Finish, Held, Leaving, Reserved, Stats, Tokens, Transferred
+from services.protocol import (
+    Accepted,
+    Busy,
+    Failure,
+    Finish,
+    Held,
+    Leaving,
+    PromptLogprobs,
+    Reserved,
+    Stats,
+    Tokens,
+    Transferred,
+)
 
 logger = logging.getLogger(__name__)
 LAST_WORD_S = 0.5
@@ -178,6 +190,11 @@ class Handoffs:
                         tokens += job.take(arrival)
                     except OutOfOrder as error:
                         run.failure = run.attempt.lost(side, str(error))
+                case PromptLogprobs():
+                    try:
+                        job.take_prompt_logprobs(arrival)
+                    except OutOfOrder as error:
+                        run.failure = run.attempt.lost(side, str(error))
                 case Finish():
                     self._note_stats(run.attempt, side, arrival.stats)
                     job.finish_reason = arrival.reason
@@ -230,6 +247,9 @@ class Handoffs:
             async with asyncio.timeout(LAST_WORD_S):
                 while not run.prefill_done:
                     for side, arrival in await run.attempt.arrivals():
+                        if isinstance(arrival, PromptLogprobs):
+                            run.attempt.job.take_prompt_logprobs(arrival)
+                            continue
                         if side == "prefill" and isinstance(arrival, Transferred):
                             self._note_stats(run.attempt, side, arrival.stats)
                         run.prefill_done |= side == "prefill"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from services.gateway.router import Needs
 from services.gateway.timeline import Timeline
-from services.protocol import Sampling, TokenLogprob, Tokens
+from services.protocol import PromptLogprobs, Sampling, TokenLogprob, Tokens
 
 NewTokens = list[tuple[int, TokenLogprob | None]]
 
@@ -27,8 +27,12 @@ class Job:
     """On the event loop's clock."""
     ticket: int
     timeline: Timeline
+    cache_domain: bytes = b""
+    """Requests of different domains never share cached KV."""
     output_token_ids: list[int] = field(default_factory=list)
     """Every output token so far, each once; what the client has been given, or is about to be."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of the prompt tokens after the first, as far as they have come."""
     finish_reason: str | None = None
     num_failures: int = 0
     num_tries: int = 0
@@ -58,6 +62,18 @@ class Job:
         if len(frame.logprobs) != len(frame.token_ids):
             raise OutOfOrder("a frame has log probabilities for only some of its tokens")
         return list(zip(token_ids, frame.logprobs[seen:], strict=True))
+
+    def take_prompt_logprobs(self, frame: PromptLogprobs) -> None:
+        """What is new of them: an attempt after a failed one begins again. Raises OutOfOrder."""
+        seen = len(self.prompt_logprobs) + 1 - frame.start
+        if seen < 0:
+            raise OutOfOrder(f"prompt token {frame.start} was scored out of turn")
+        self.prompt_logprobs += frame.logprobs[seen:]
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        wanted = self.sampling.prompt_logprobs is not None
+        return wanted and len(self.prompt_logprobs) < len(self.prompt_token_ids) - 1
 
     def known_ending(self) -> str | None:
         """How the output ended, where the tokens themselves tell, although no worker lived to say so."""

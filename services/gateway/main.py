@@ -13,6 +13,7 @@ from services import logs
 from services.gateway.app import create_admin_app, create_public_app
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway
+from services.gateway.tenants.keys import KeyFileError
 from services.gateway.text.chat_template import TemplateError
 from services.gateway.text.tokenizer import TokenizerError
 from services.lifecycle import Listener, bind, parse_address, serve
@@ -29,9 +30,15 @@ def run(config: GatewayConfig) -> int:
             return uvloop.run(_main(config, public, admin))
         except OSError as error:
             logger.error("%s", error.strerror or error)
-        except (ConfigError, TokenizerError, TemplateError) as error:
+        except (ConfigError, TokenizerError, TemplateError, KeyFileError) as error:
             logger.error("%s", error)
     return 1
+
+
+def _tls(config: GatewayConfig) -> dict[str, str]:
+    if config.tls_cert is None:
+        return {}
+    return {"ssl_certfile": str(config.tls_cert), "ssl_keyfile": str(config.tls_key)}
 
 
 async def _main(config: GatewayConfig, public: socket.socket, admin: socket.socket) -> int:
@@ -43,7 +50,7 @@ async def _main(config: GatewayConfig, public: socket.socket, admin: socket.sock
     try:
         return await serve(
             [
-                (Listener(create_public_app(gateway), host, port), public),
+                (Listener(create_public_app(gateway), host, port, **_tls(config)), public),
                 (Listener(create_admin_app(gateway), admin_host, admin_port), admin),
             ],
             on_drain=gateway.drain,

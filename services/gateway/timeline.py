@@ -39,6 +39,7 @@ class Timeline:
     began: float
     """Arrival on the event loop's clock."""
     client_request_id: str | None = None
+    tenant: str | None = None
     outcome: str = "running"
     finish_reason: str | None = None
     num_prompt_tokens: int = 0
@@ -52,6 +53,37 @@ class Timeline:
     last_token_at: float | None = None
     total_s: float | None = None
     attempts: list[AttemptRecord] = field(default_factory=list)
+    choices: list[Timeline] = field(default_factory=list)
+    """One each, where there are several. What happened to all of them is told here too."""
+
+    def of_choice(self, index: int, num_prompt_tokens: int) -> Timeline:
+        """A new choice's own."""
+        choice = Timeline(f"{self.request_id}-{index}", self.endpoint, self.arrived, self.began)
+        choice.num_prompt_tokens = num_prompt_tokens
+        self.choices.append(choice)
+        return choice
+
+    def cached_tokens(self, num_per_prompt: int) -> int | None:
+        """Of each prompt once: what the choice that computed it found."""
+        if not self.choices:
+            return self.num_cached_tokens
+        found = [choice.num_cached_tokens for choice in self.choices[::num_per_prompt]]
+        self.num_cached_tokens = None if None in found else sum(number or 0 for number in found)
+        return self.num_cached_tokens
+
+    def finish(self, now: float) -> None:
+        """`now` on the clock of `began`."""
+        self.total_s = now - self.began
+        if not self.choices:
+            return
+        self.num_output_tokens = sum(choice.num_output_tokens for choice in self.choices)
+        self.queue_s = max(choice.queue_s for choice in self.choices)
+        self.attempts = [attempt for choice in self.choices for attempt in choice.attempts]
+        first = [choice.first_token_at for choice in self.choices if choice.first_token_at is not None]
+        last = [choice.last_token_at for choice in self.choices if choice.last_token_at is not None]
+        self.first_token_at, self.last_token_at = min(first, default=None), max(last, default=None)
+        reasons = {choice.finish_reason for choice in self.choices}
+        self.finish_reason = reasons.pop() if len(reasons) == 1 else None
 
     @property
     def decode_tokens_per_s(self) -> float | None:
@@ -66,6 +98,7 @@ class Timeline:
         return {
             "request_id": self.request_id,
             "client_request_id": self.client_request_id,
+            "tenant": self.tenant,
             "endpoint": self.endpoint,
             "arrived": self.arrived,
             "outcome": self.outcome,
@@ -85,6 +118,7 @@ class Timeline:
             "last_token_at": self.last_token_at,
             "total_s": self.total_s,
             "attempts": [_attempt_body(attempt) for attempt in self.attempts],
+            "choices": [choice.body() for choice in self.choices],
         }
 
 

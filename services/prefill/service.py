@@ -25,6 +25,7 @@ from engine.messages import (
     Finished,
     KvComputed,
     PrefillDone,
+    PromptScored,
     Refused,
     TokenOut,
 )
@@ -39,7 +40,7 @@ from services.protocol import (
     Transferred,
 )
 from services.worker import handoff_key
-from services.worker.convert import ended, engine_request, tokens_frame, wire_logprobs
+from services.worker.convert import ended, engine_request, prompt_logprobs_frame, tokens_frame, wire_logprobs
 from services.worker.engine_client import DeadlinePassed, EngineClient
 from services.worker.shipping import hand_over, open_shipment, shipped_stats
 from transport.errors import TransportError
@@ -102,6 +103,8 @@ class PrefillService:
             event = await events.get()
             if isinstance(event, TokenOut):
                 yield tokens_frame(event)
+            elif isinstance(event, PromptScored):
+                yield prompt_logprobs_frame(event)
             elif isinstance(event, Finished | Refused | EngineFailed | DeadlinePassed):
                 yield ended(event)
                 return
@@ -131,6 +134,8 @@ class PrefillService:
                 match event:
                     case KvComputed() if event.num_tokens < work.num_tokens:
                         await shipment.ship(event.num_tokens)
+                    case PromptScored():
+                        yield prompt_logprobs_frame(event)
                     case TokenOut():
                         first, first_at = event, time.monotonic()
                         yield tokens_frame(event)

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services import auth, protocol
-from services.protocol import Busy, ProtocolError
+from services.protocol import Busy, GenerateRequest, PrefillRequest, ProtocolError, ShipRequest
 from services.worker import metrics
 from services.worker.frame_stream import FrameStream
 from services.worker.worker import Worker
@@ -140,7 +140,7 @@ async def _hold(request: Request, worker: Worker) -> Response:
 async def _stream(
     request: Request,
     worker: Worker,
-    decode: Callable[[bytes], object],
+    decode: Callable[[bytes], GenerateRequest | PrefillRequest | ShipRequest],
     service: Callable[[], object],
     *,
     also_draining: bool = False,
@@ -154,6 +154,9 @@ async def _stream(
         message = decode(await _body(request))
     except ProtocolError as error:
         return JSONResponse({"error": str(error)}, status_code=400)
+    grammar = "" if isinstance(message, ShipRequest) else message.work.sampling.grammar
+    if (problem := await worker.prepare_grammar(grammar)) is not None:
+        return Response(protocol.encode_frame(problem), media_type=protocol.FRAMES_MEDIA_TYPE)
     return FrameStream(handle(message))  # type: ignore[operator]
 
 

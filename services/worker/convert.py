@@ -29,6 +29,13 @@ def tokens_frame(event: messages.TokenOut) -> protocol.Tokens:
     return protocol.Tokens(index=event.index, token_ids=[event.token_id], logprobs=wire_logprobs(event.logprobs))
 
 
+def prompt_logprobs_frame(event: messages.PromptScored) -> protocol.PromptLogprobs:
+    return protocol.PromptLogprobs(
+        start=event.start,
+        logprobs=[protocol.TokenLogprob(logprob=one.logprob, top=list(one.top)) for one in event.logprobs],
+    )
+
+
 def wire_stats(stats: messages.RequestStats, **transfer: float | int | str) -> protocol.Stats:
     return protocol.Stats(
         queue_s=stats.queue_s,

@@ -11,6 +11,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.grammar import Grammars
 from engine.loop import EngineThread
 from engine.messages import Event
 from engine.model_config import load_model_config, num_blocks_for
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class StartedEngine:
     thread: EngineThread
+    grammars: Grammars
     engine_config: EngineConfig
     model_fingerprint: str
     dtype: str
@@ -66,7 +68,14 @@ def start_engine(
         kernels=config.kernels,
         progress=progress,
     )
-    engine = Engine(engine_config, runner, vocab_size=model.vocab_size, model_fingerprint=fingerprint.encode())
+    grammars = Grammars(config.model / "tokenizer.json", model.vocab_size, model.eos_token_ids)
+    engine = Engine(
+        engine_config,
+        runner,
+        vocab_size=model.vocab_size,
+        model_fingerprint=fingerprint.encode(),
+        grammars=grammars,
+    )
     thread = EngineThread(engine, on_events, before_step=before_step)
     thread.start()
     logger.info(
@@ -74,6 +83,7 @@ def start_engine(
     )
     return StartedEngine(
         thread=thread,
+        grammars=grammars,
         engine_config=engine_config,
         model_fingerprint=fingerprint,
         dtype=dtype,

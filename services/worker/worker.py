@@ -13,10 +13,10 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import EngineError
+from engine.errors import ConfigError, EngineError, InvalidRequest
 from engine.messages import LedgerSnapshot
 from services.lifecycle import parse_address
-from services.protocol import PROTOCOL_VERSION, Fingerprint, WorkerInfo
+from services.protocol import PROTOCOL_VERSION, Failure, Fingerprint, WorkerInfo
 from services.worker import ledger_report
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineClient
@@ -30,6 +30,7 @@ from transport.receiver import KvReceiver
 from transport.sender import KvSender
 
 if TYPE_CHECKING:
+    from engine.grammar import Grammars
     from engine.loop import EngineThread
     from services.decode.service import DecodeService
     from services.prefill.service import PrefillService
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 STOP_S = 5.0
 PROBE_TOKENS = 16
 FINISH_REASONS = ("stop", "length", "abort", "error", "released")
+GRAMMAR_S = 10.0
+"""Longest a request waits for its grammar to be compiled."""
 
 
 class StartFailed(Exception):
@@ -59,6 +62,8 @@ class Worker:
         self._load_progress = 0.0
         self._thread: EngineThread | None = None
         self.faults = FaultShim(config.test_faults) if config.test_faults is not None else None
+        self._grammars: Grammars | None = None
+        self._compiling = asyncio.Lock()
         self._plane: Plane | None = None
         self._receiver: KvReceiver | None = None
         self._sender: KvSender | None = None
@@ -119,6 +124,20 @@ class Worker:
             num_requests=self.engine.num_open,
         )
 
+    async def prepare_grammar(self, grammar: str) -> Failure | None:
+        """Compile it on a thread, one at a time, before the engine needs it. Returns why a request cannot have it."""
+        if not grammar:
+            return None
+        assert self._grammars is not None, "only a worker that is ready is asked"
+        try:
+            async with asyncio.timeout(GRAMMAR_S), self._compiling:
+                await asyncio.to_thread(self._grammars.prepare, grammar)
+        except InvalidRequest as error:
+            return Failure(message=str(error), kind="invalid", param=error.param)
+        except (ConfigError, TimeoutError) as error:
+            return Failure(message=str(error) or "the grammar took too long to compile", kind="internal")
+        return None
+
     def ledger(self) -> LedgerSnapshot | None:
         return self._thread.ledger() if self._thread is not None else None
 
@@ -150,6 +169,7 @@ class Worker:
         before_step = self.faults.before_step if self.faults is not None else None
         started = await asyncio.to_thread(start_engine, self.config, self.engine.deliver, progress, before_step)
         self._thread = started.thread
+        self._grammars = started.grammars
         self.engine.attach(started.thread)
         self._load_progress = 1.0
         self._capacity_tokens = started.engine_config.capacity_tokens

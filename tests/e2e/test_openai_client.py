@@ -115,7 +115,7 @@ BAD: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("/v1/completions", {"prompt": "a", "max_tokenz": 3}, "max_tokenz", None),
     ("/v1/completions", {"prompt": "a", "temperature": -0.1}, "temperature", None),
     ("/v1/completions", {"prompt": "a", "seed": 2**64}, "seed", None),
-    ("/v1/completions", {"prompt": "a", "n": 3}, "n", None),
+    ("/v1/completions", {"prompt": "a", "n": 300}, "n", None),
     ("/v1/chat/completions", {"messages": []}, "messages", None),
     ("/v1/chat/completions", {"messages": "hello"}, "messages", None),
 ]

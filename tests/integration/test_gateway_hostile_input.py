@@ -35,7 +35,7 @@ def forbid_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
     def parsed(_: bytes) -> None:
         raise AssertionError("the body was parsed")
 
-    monkeypatch.setattr("services.gateway.openai.requests.decode_object", parsed)
+    monkeypatch.setattr("services.gateway.json_body.decode_object", parsed)
 
 
 def test_27_mb_are_refused_unparsed(stubs: StubSystem, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,10 +71,10 @@ def test_probes_are_answered_while_a_large_prompt_is_tokenised(
     text = stubs.gateway.text
     original = text.text_prompt
 
-    def held(prompt: str, max_tokens: int) -> list[int]:
+    def held(prompt: str, max_tokens: int | None, **options: bool) -> list[int]:
         entered.set()
         assert release.wait(20)
-        return original(prompt, max_tokens)
+        return original(prompt, max_tokens, **options)
 
     monkeypatch.setattr(text, "text_prompt", held)
     answers: list[httpx.Response] = []

@@ -14,6 +14,7 @@ from engine.messages import (
     KvRead,
     KvWritten,
     PrefillDone,
+    PromptScored,
     ReadKv,
     Release,
     Reserve,
@@ -24,7 +25,7 @@ from engine.messages import (
 )
 from engine.model_runner import load_runner
 from engine.sampling_params import SamplingParams
-from tests.support.llama_reference import load_reference, reference_greedy
+from tests.support.llama_reference import load_reference, reference_greedy, reference_logits
 from tests.support.tiny_model import make_tiny_model
 
 VOCAB = 384
@@ -142,3 +143,66 @@ def test_kv_shipped_between_engines_continues_the_same(directory, prompts, expec
     assert results == expected
     assert prefill.is_empty()
     assert decode.is_empty()
+
+
+def scored(directory, prompt, num_top=3, *, max_batch_tokens=64, before=(), num_blocks=None, **options):
+    """Events of one request that wants its prompt scored, after others that leave their blocks in the cache."""
+    engine = make_engine(directory, max_batch_tokens=max_batch_tokens, num_blocks=num_blocks)
+    for number, earlier in enumerate(before):
+        run(engine, engine.handle(AddRequest(request(f"before-{number}", earlier)), 0.0))
+    sampling = SamplingParams(max_tokens=4, temperature=0.0, logprobs=num_top, prompt_logprobs=num_top)
+    spec = EngineRequest("scored", tuple(prompt), sampling, **options)
+    return run(engine, engine.handle(AddRequest(spec), 0.0))
+
+
+@pytest.mark.parametrize("max_batch_tokens", [16, 33, 64])
+def test_a_prompt_is_scored_as_transformers_does(directory, prompts, max_batch_tokens):
+    model = load_reference(directory)
+    for prompt in prompts:
+        events = scored(directory, prompt, max_batch_tokens=max_batch_tokens, before=[prompt])
+        parts = [event for event in events if isinstance(event, PromptScored)]
+        assert [part.start for part in parts] == [
+            1 + sum(len(p.logprobs) for p in parts[:i]) for i in range(len(parts))
+        ]
+        found = [one for part in parts for one in part.logprobs]
+        expected = reference_logits(model, prompt).log_softmax(-1)
+        assert len(found) == len(prompt) - 1
+        for position, one in enumerate(found):
+            assert one.logprob == pytest.approx(float(expected[position, prompt[position + 1]]), abs=1e-4)
+            values, ids = expected[position].topk(3)
+            assert [token for token, _ in one.top] == ids.tolist()
+            assert [value for _, value in one.top] == pytest.approx(values.tolist(), abs=1e-4)
+        first = next(index for index, event in enumerate(events) if isinstance(event, TokenOut))
+        assert all(not isinstance(event, PromptScored) for event in events[first:]), "before any output"
+
+
+def test_scores_change_no_token(directory, prompts, expected):
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        made = [event.token_id for event in scored(directory, prompt) if isinstance(event, TokenOut)]
+        assert made == tokens[:4]
+
+
+def test_a_prefill_for_another_worker_scores_its_prompt_too(directory, prompts):
+    prompt = prompts[-1]
+    events = scored(directory, prompt, prefill_only=True, max_batch_tokens=16)
+    assert sum(len(event.logprobs) for event in events if isinstance(event, PromptScored)) == len(prompt) - 1
+
+
+def test_a_worker_that_is_shipped_the_kv_scores_nothing(directory, prompts, expected):
+    """Whoever computed the prompt has; here only output follows, and the first token comes with the commit."""
+    prompt, tokens = prompts[-1], expected[-1]
+    engine = make_engine(directory)
+    sampling = SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=1)
+    spec = EngineRequest("shipped", tuple(prompt), sampling)
+    source = make_engine(directory)
+    events = run(
+        source, source.handle(AddRequest(EngineRequest("shipped", tuple(prompt), sampling, prefill_only=True)), 0.0)
+    )
+    assert any(isinstance(event, PromptScored) for event in events)
+    buffer = np.empty(len(prompt) * source._runner.kv_bytes_per_token, dtype=np.uint8)
+    assert source.handle(ReadKv("shipped", 0, len(prompt), buffer), 0.0)[0].ok
+    engine.handle(Reserve(spec), 0.0)
+    assert engine.handle(WriteKv("shipped", 0, len(prompt), buffer), 0.0)[0].ok
+    events = run(engine, engine.handle(StartDecode("shipped", tokens[0]), 0.0))
+    assert not any(isinstance(event, PromptScored) for event in events)
+    assert [event.token_id for event in events if isinstance(event, TokenOut)] == tokens[1:4]

@@ -24,6 +24,7 @@ from services.protocol import (
     Frame,
     GenerateRequest,
     PrefillRequest,
+    PromptLogprobs,
     Reservation,
     Reserved,
     Role,
@@ -69,6 +70,8 @@ class Behaviour:
     accept: bool = False
     """Decode computes the prompt itself although a handoff was offered."""
     tokens_a_frame: int = 1
+    pause_scores: Gate | None = None
+    """Prefill holds what it has to say of the prompt, and all after it, until this opens."""
     pause: Callable[[], Awaitable[None]] | None = None
     """Awaited between two tokens."""
 
@@ -79,6 +82,7 @@ class Call:
 
     path: str
     request: GenerateRequest | PrefillRequest
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     num_tokens: int = 0
     ended: Literal["running", "finished", "cancelled", "broken"] = "running"
 
@@ -106,6 +110,8 @@ class StubWorker:
     fabric: Fabric
     output: list[int]
     """What the model answers to anything."""
+    output_of_choice: dict[int, list[int]] = field(default_factory=dict)
+    """What it answers where a choice is not to answer that."""
     incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
     state: Literal["loading", "ready", "draining", "failed"] = "ready"
     fingerprint: Fingerprint = FINGERPRINT
@@ -134,7 +140,7 @@ class StubWorker:
             await _answer(send, 200, protocol.encode(self.info()))
         else:
             decode = protocol.decode_generate if scope["path"] == "/v1/generate" else protocol.decode_prefill
-            await self._call(Call(scope["path"], decode(await _body(receive))), receive, send)
+            await self._call(Call(scope["path"], decode(await _body(receive)), scope["headers"]), receive, send)
 
     def info(self) -> WorkerInfo:
         return WorkerInfo(
@@ -184,7 +190,7 @@ class StubWorker:
         async for frame in self._frames(call, behaviour):
             if call.num_tokens % 64 == 0:
                 await asyncio.sleep(0)  # a write to a connection that is gone does not wait, and would starve the loop
-            if not isinstance(frame, Reserved | Accepted | Tokens):
+            if not isinstance(frame, Reserved | Accepted | PromptLogprobs | Tokens):
                 call.ended = "finished"
             await send({"type": "http.response.body", "body": protocol.encode_frame(frame), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -197,6 +203,8 @@ class StubWorker:
         handoff = call.request.handoff
         if handoff is None or behaviour.accept:
             yield Accepted()
+            for scores in _prompt_scores(call):
+                yield scores
         else:
             yield Reserved(reservation=Reservation(fabric_address="stub:1", num_cached_tokens=self.num_cached_tokens))
             await self.fabric.committed(handoff.handoff_id).wait()
@@ -204,6 +212,10 @@ class StubWorker:
             yield frame
 
     async def _prefill(self, call: Call, request: PrefillRequest, behaviour: Behaviour) -> AsyncIterator[Frame]:
+        if behaviour.pause_scores is not None:
+            await behaviour.pause_scores.wait()
+        for scores in _prompt_scores(call):
+            yield scores
         async for frame in self._tokens(call, behaviour, limit=1):
             yield frame
             if not isinstance(frame, Tokens):
@@ -217,6 +229,7 @@ class StubWorker:
     async def _tokens(self, call: Call, behaviour: Behaviour, limit: int | None) -> AsyncIterator[Frame]:
         """Token frames, then Finish if the output ends; with a limit, nothing after it unless it ends there."""
         sampling = call.request.work.sampling
+        output = self.output_of_choice.get(sampling.choice, self.output)
         index = len(call.request.work.output_token_ids)
         while True:
             await self._misbehave(call, behaviour)
@@ -226,7 +239,7 @@ class StubWorker:
             batch: list[int] = []
             ending = None
             while ending is None and len(batch) < behaviour.tokens_a_frame:
-                batch.append(self.output[index + len(batch)] if index + len(batch) < len(self.output) else 2)
+                batch.append(output[index + len(batch)] if index + len(batch) < len(output) else 2)
                 ending = _ending(batch[-1], index + len(batch), sampling)
             logprobs = [_logprob(token_id, sampling.logprobs) for token_id in batch] if _scored(sampling) else []
             call.num_tokens += len(batch)
@@ -247,6 +260,17 @@ class StubWorker:
             await behaviour.hold_after[1].wait()
         if behaviour.cut_after is not None and call.num_tokens >= behaviour.cut_after:
             raise _Break
+
+
+def _prompt_scores(call: Call) -> list[PromptLogprobs]:
+    """Of all prompt tokens but the first, in two frames."""
+    work = call.request.work
+    num_top, prompt = work.sampling.prompt_logprobs, work.prompt_token_ids
+    if num_top is None:
+        return []
+    half = max(1, len(prompt) // 2)
+    parts = [(1, prompt[1:half]), (half, prompt[half:])] if half > 1 else [(1, prompt[1:])]
+    return [PromptLogprobs(start=start, logprobs=[_logprob(i, num_top) for i in ids]) for start, ids in parts]
 
 
 def _ending(token_id: int, num_tokens: int, sampling: protocol.Sampling) -> Literal["stop", "length"] | None:

@@ -183,17 +183,16 @@ class PyDecoder {
   }
 
   Tensor step(const std::vector<std::vector<int64_t>>& token_ids, const std::vector<int64_t>& starts,
-              const Tables& tables, const std::vector<bool>& samples, const Tensor& cache, int64_t block_size) {
+              const Tables& tables, const std::vector<int64_t>& logit_rows, const Tensor& cache, int64_t block_size) {
     const HeadShape& heads = decoder_->shape.heads;
     TORCH_CHECK(cache.dim() == 5, "cache must have five dimensions");
     check(cache, {num_layers_, 2, cache.size(2), heads.num_kv_heads, heads.head_dim}, cache.scalar_type(), "cache");
-    TORCH_CHECK(samples.size() == token_ids.size(), "samples and token_ids differ");
     std::vector<int64_t> lens;
     for (const auto& ids : token_ids) lens.push_back(static_cast<int64_t>(ids.size()));
     const StepLayout layout(starts, lens, tables, block_size, cache.size(2));
-    std::vector<int64_t> logit_rows;
-    for (size_t i = 0; i < samples.size(); ++i)
-      if (samples[i]) logit_rows.push_back(layout.sequences[i].first_row + lens[i] - 1);
+    for (size_t i = 0; i < logit_rows.size(); ++i)
+      TORCH_CHECK(logit_rows[i] < layout.num_rows && logit_rows[i] >= (i ? logit_rows[i - 1] + 1 : 0),
+                  "logit_rows must ascend within the step");
     Tensor logits = empty_floats({static_cast<int64_t>(logit_rows.size()), decoder_->lm_head->num_out});
     {
       py::gil_scoped_release release;

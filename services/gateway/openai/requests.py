@@ -1,45 +1,57 @@
 """What the bodies of /v1/chat/completions and /v1/completions may say. Pure.
 
-Every field is supported, accepted and ignored (IGNORED), accepted only with the value that asks for nothing
-(UNSUPPORTED), or refused by name: nothing is overlooked in silence. Types are strict: true is no integer, 2.0 is no
-integer, "5" is no number. Values are checked by `services.gateway.openai.sampling`.
+Types are strict: true is no integer, 2.0 is no integer, "5" is no number. Values are checked by
+`services.gateway.openai.sampling`. The fields beyond OpenAI's are vLLM's, by its names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from services.gateway.errors import InvalidRequest
+from services.gateway.json_body import Neutral, read_body
 
-MAX_JSON_DEPTH = 16
+MAX_N = 128
 IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 )
 """Accepted and without effect: they do not change what is generated."""
 
-_UNSUPPORTED_SHARED: dict[str, tuple[Any, ...]] = {"n": (1,)}
-UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = _UNSUPPORTED_SHARED | {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
+_UNSUPPORTED_SHARED: Neutral = {
+    "use_beam_search": (False,),
+    "length_penalty": (1.0, 1),
+    "early_stopping": (False,),
+    "spaces_between_special_tokens": (True,),
+    "detokenize": (True,),
+    "logits_processors": ([],),
+    "prompt_logprobs": (),
+    "allowed_tokens": (),
+    "kv_transfer_params": (),
+    "ec_transfer_params": (),
+    "vllm_xargs": ({},),
+    "guided_decoding_backend": ("llguidance", "guidance", "auto"),
+    "guided_whitespace_pattern": (),
+}
+UNSUPPORTED_CHAT: Neutral = {
+    **_UNSUPPORTED_SHARED,
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
-}
-UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = _UNSUPPORTED_SHARED | {
-    "echo": (False,),
     "best_of": (1,),
+    "echo": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+}
+UNSUPPORTED_COMPLETION: Neutral = {
+    **_UNSUPPORTED_SHARED,
     "suffix": ("",),
+    "prompt_embeds": (),
 }
 """Refused, except with null or a value listed here, which asks for what is done anyway."""
 
@@ -53,11 +65,12 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """Fields of both endpoints. `stop` and `logit_bias` are checked where they are converted."""
+    """Fields of both endpoints. Those of type Any are checked where they are converted."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str
+    n: int | None = Field(None, ge=1, le=MAX_N)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -73,7 +86,25 @@ class GenerationRequest(BaseModel):
     ignore_eos: bool | None = None
     stop: Any = None
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     logit_bias: Any = None
+    bad_words: Any = None
+    allowed_token_ids: list[int] | None = None
+    response_format: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: dict[str, Any] | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=1)
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
+    request_id: str | None = Field(None, max_length=256)
+    """Accepted for clients of vLLM; the id of an answer is ours."""
 
     @property
     def include_usage(self) -> bool:
@@ -86,76 +117,25 @@ class ChatRequest(GenerationRequest):
     """Wins over max_tokens."""
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = Field(None, max_length=32)
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class CompletionRequest(GenerationRequest):
     prompt: Any = None
     logprobs: int | None = Field(None, ge=0, le=20)
-
-
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
+    echo: bool | None = None
+    best_of: int | None = None
 
 
 def parse_chat(body: bytes) -> ChatRequest:
-    return _validated(ChatRequest, _fields(body, UNSUPPORTED_CHAT))
+    return read_body(body, ChatRequest, UNSUPPORTED_CHAT, IGNORED)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
-    return _validated(CompletionRequest, _fields(body, UNSUPPORTED_COMPLETION))
-
-
-def _fields(body: bytes, unsupported: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    fields = decode_object(body)
-    for name in fields.keys() & unsupported.keys():
-        value = fields.pop(name)
-        if value is not None and not any(type(value) is type(same) and value == same for same in unsupported[name]):
-            raise InvalidRequest(f"{name} is not supported with this value", param=name)
-    for name in fields.keys() & IGNORED:
-        del fields[name]
-    return fields
-
-
-def decode_object(body: bytes) -> dict[str, Any]:
-    """A JSON object of bounded depth, or InvalidRequest."""
-    try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    except RecursionError:
-        raise InvalidRequest(f"the body is nested deeper than {MAX_JSON_DEPTH} levels", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise InvalidRequest("the body must be a JSON object", code="invalid_json")
-    level: list[Any] = [value]
-    for _ in range(MAX_JSON_DEPTH):
-        level = [inner for outer in level for inner in _containers(outer)]
-        if not level:
-            return value
-    raise InvalidRequest(f"the body is nested deeper than {MAX_JSON_DEPTH} levels", code="invalid_json")
-
-
-def _containers(value: Any) -> list[Any]:
-    inner = value.values() if isinstance(value, dict) else value
-    return [item for item in inner if isinstance(item, dict | list)]
-
-
-def _validated(model: type[RequestT], fields: dict[str, Any]) -> RequestT:
-    try:
-        return model.model_validate(fields)
-    except ValidationError as error:
-        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        param = param_path(problem["loc"])
-        if problem["type"] == "extra_forbidden":
-            raise InvalidRequest(f"Unrecognized request argument supplied: {param}", param=param) from None
-        if problem["type"] == "missing":
-            message = f"you must provide a {param} parameter"
-        else:
-            message = f"{param}: {problem['msg']}"
-        raise InvalidRequest(message, param=param) from None
-
-
-def param_path(location: tuple[int | str, ...]) -> str:
-    """("messages", 0, "content") as messages[0].content."""
-    path = ""
-    for step in location:
-        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
-    return path
+    return read_body(body, CompletionRequest, UNSUPPORTED_COMPLETION, IGNORED)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from engine import errors as engine_errors
 from services.gateway.errors import ContextTooLong, InvalidRequest
 from services.gateway.openai.requests import ChatRequest, CompletionRequest, GenerationRequest
+from services.gateway.text.generation_defaults import GenerationDefaults
 from services.protocol import Sampling
 from services.sampling import engine_params
 
@@ -16,8 +18,23 @@ MAX_STOPS = 4
 MAX_STOP_CHARS = 1000
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions. A chat without max_tokens may fill the context."""
+
+Encode = Callable[[str], list[int]]
+"""The tokens of a text, without special ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingModel:
+    """What the model has to do with the reading of sampling fields."""
+
+    vocab_size: int
+    eos_token_ids: Sequence[int]
+    encode: Encode
+    defaults: GenerationDefaults
 
 
 def read_stops(stop: Any) -> tuple[str, ...]:
@@ -41,7 +58,8 @@ def num_logprobs(request: GenerationRequest) -> int | None:
 
 
 def requested_tokens(request: GenerationRequest) -> tuple[str, int | None]:
-    """The field that bounds the output and its value; None leaves it to the context."""
+    """The field that bounds the output and its value; None leaves it to the context. 0 only with `echo`, which
+    then is all of the answer."""
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         name, value = "max_completion_tokens", request.max_completion_tokens
     elif request.max_tokens is not None:
@@ -50,8 +68,9 @@ def requested_tokens(request: GenerationRequest) -> tuple[str, int | None]:
         return "max_tokens", None
     else:
         return "max_completion_tokens", None
-    if value < 1:
-        raise InvalidRequest(f"{name} must be at least 1, got {value}", param=name)
+    least = 0 if isinstance(request, CompletionRequest) and request.echo else 1
+    if value < least:
+        raise InvalidRequest(f"{name} must be at least {least}, got {value}", param=name)
     return name, value
 
 
@@ -77,34 +96,47 @@ def fit_max_tokens(request: GenerationRequest, num_prompt_tokens: int, context_t
     return value
 
 
-def to_sampling(request: GenerationRequest, max_tokens: int, eos_token_ids: Sequence[int], vocab_size: int) -> Sampling:
+def to_sampling(request: GenerationRequest, max_tokens: int, model: SamplingModel, grammar: str = "") -> Sampling:
     """A request without a seed gets a random one, so that every worker that takes part draws the same."""
     stop_token_ids = request.stop_token_ids or []
     if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS} ids", param="stop_token_ids")
-    ends = {*stop_token_ids, *(() if request.ignore_eos else eos_token_ids)}
+    if request.allowed_token_ids is not None and not 0 < len(request.allowed_token_ids) <= model.vocab_size:
+        raise InvalidRequest("allowed_token_ids must hold at least one token id", param="allowed_token_ids")
+    ends = {*stop_token_ids, *(() if request.ignore_eos else model.eos_token_ids)}
+    defaults = model.defaults
     sampling = Sampling(
-        max_tokens=max_tokens,
+        # 0 is served as a prompt and one token that is not shown.
+        max_tokens=max(1, max_tokens),
         seed=secrets.randbits(63) if request.seed is None else request.seed,
         min_tokens=request.min_tokens or 0,
-        temperature=_or(request.temperature, 1.0),
-        top_p=_or(request.top_p, 1.0),
+        temperature=_or(request.temperature, defaults.temperature),
+        top_p=_or(request.top_p, defaults.top_p),
         # -1 is how vLLM spells "all".
-        top_k=0 if request.top_k in (None, -1) else request.top_k or 0,
-        min_p=_or(request.min_p, 0.0),
-        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        top_k=defaults.top_k if request.top_k is None else 0 if request.top_k == -1 else request.top_k,
+        min_p=_or(request.min_p, defaults.min_p),
+        repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=_or(request.presence_penalty, 0.0),
         frequency_penalty=_or(request.frequency_penalty, 0.0),
         logit_bias=_read_logit_bias(request.logit_bias),
         stop_token_ids=sorted(ends),
         logprobs=num_logprobs(request),
+        bad_words=_read_bad_words(request.bad_words, model.encode),
+        allowed_token_ids=sorted(set(request.allowed_token_ids or [])),
+        grammar=grammar,
+        prompt_logprobs=_prompt_logprobs(request),
     )
-    _check_ranges(sampling, vocab_size)
+    _check_ranges(sampling, model.vocab_size)
     return sampling
 
 
+def _prompt_logprobs(request: GenerationRequest) -> int | None:
+    """An echoed prompt is listed as the output is."""
+    return request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
+
+
 def _or(value: float | None, default: float) -> float:
-    return default if value is None else float(value)
+    return float(default if value is None else value)
 
 
 def _read_logit_bias(logit_bias: Any) -> dict[int, float]:
@@ -119,6 +151,24 @@ def _read_logit_bias(logit_bias: Any) -> dict[int, float]:
             raise InvalidRequest("logit_bias must map token ids to numbers", param="logit_bias")
         bias[int(key)] = float(value)
     return bias
+
+
+def _read_bad_words(words: Any, encode: Encode) -> list[list[int]]:
+    """The tokens of each word as it stands at the start of a text, and after a space."""
+    if words is None:
+        return []
+    if not isinstance(words, list) or len(words) > MAX_BAD_WORDS:
+        raise InvalidRequest(f"bad_words must be a list of up to {MAX_BAD_WORDS} strings", param="bad_words")
+    found: list[list[int]] = []
+    for word in words:
+        if not isinstance(word, str) or not 0 < len(word) <= MAX_BAD_WORD_CHARS:
+            problem = f"each of bad_words must be a string of 1 to {MAX_BAD_WORD_CHARS} characters"
+            raise InvalidRequest(problem, param="bad_words")
+        for spelled in (word, " " + word.lstrip(" ")):
+            ids = encode(spelled)
+            if ids and ids not in found:
+                found.append(ids)
+    return found
 
 
 def _check_ranges(sampling: Sampling, vocab_size: int) -> None:

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -51,17 +51,20 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: now().strftime(form)
         self._special_tokens = dict(special_tokens)
+        self.source = source
         try:
             self._template = environment.from_string(source)
+            variables = meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template does not compile: {error}") from error
+        self.shows_tools = "tools" in variables
+        self.shows_tool_calls = "tool_calls" in source
 
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
-        """The prompt, up to where the assistant begins to speak."""
+        """The prompt, up to where the assistant begins to speak unless add_generation_prompt is false."""
+        defaults = {"add_generation_prompt": True, "tools": None}
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=True, tools=None, **{**self._special_tokens, **variables}
-            )
+            return self._template.render({**self._special_tokens, **defaults, **variables, "messages": messages})
         except _Refused as error:
             raise TemplateError(str(error)) from error
         except Exception as error:  # whatever a template's expressions raise on messages it did not expect

@@ -12,11 +12,15 @@ from collections.abc import Sequence
 class StopStrings:
     """Holds back the longest end of the text that may still become a stop string."""
 
-    __slots__ = ("_held", "_stops")
+    __slots__ = ("_held", "_keep", "_stops", "met")
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
+        """`keep`: the stop string itself is shown too."""
         self._stops = tuple(stops)
+        self._keep = keep
         self._held = ""
+        self.met: str | None = None
+        """The stop string that was met."""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Text to show, and whether a stop string was met. After that nothing more may be pushed."""
@@ -26,8 +30,10 @@ class StopStrings:
         cut = self._cut(held)
         if cut is not None:
             self._held = ""
-            return held[:cut], True
-        start = min(_possible_start(held, stop) for stop in self._stops)
+            start, end = cut
+            self.met = held[start:end]
+            return held[: end if self._keep else start], True
+        start = min(possible_start(held, stop) for stop in self._stops)
         self._held = held[start:]
         return held[:start], False
 
@@ -36,12 +42,13 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _cut(self, text: str) -> int | None:
+    def _cut(self, text: str) -> tuple[int, int] | None:
+        """Where the first stop string begins and ends."""
         matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
-        return min(matches)[1] if matches else None
+        return min(matches)[::-1] if matches else None
 
 
-def _possible_start(text: str, stop: str) -> int:
+def possible_start(text: str, stop: str) -> int:
     """Where the longest end of `text` begins that `stop` begins with; len(text) where there is none."""
     start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while start >= 0:

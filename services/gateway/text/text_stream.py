@@ -26,9 +26,11 @@ class TextStream:
         stops: Sequence[str] = (),
         stop_token_ids: Collection[int] = (),
         min_tokens: int = 0,
+        *,
+        include_stop: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
-        self._stops = StopStrings(stops)
+        self._stops = StopStrings(stops, keep=include_stop)
         self._stop_token_ids = frozenset(stop_token_ids)
         self._min_tokens = min_tokens
         self.num_tokens = 0
@@ -36,6 +38,11 @@ class TextStream:
         """Characters so far, those that are held back included."""
         self.stopped = False
         """A stop string was met: the answer is complete whatever else the worker would make."""
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that was met."""
+        return self._stops.met
 
     def push(self, token_id: int) -> str:
         assert not self.stopped, "the text has ended"

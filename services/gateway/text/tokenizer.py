@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,11 @@ class Tokenizer:
         """Special tokens spelled out in `text` are tokenised as the characters they are."""
         return _ids(self._literal.encode_batch_fast([text], add_special_tokens=False))
 
+    def token_id(self, spelling: str) -> int | None:
+        """The id of a vocabulary entry, special or not."""
+        found: int | None = self._tokenizer.token_to_id(spelling)
+        return found
+
     def special_id(self, spelling: str) -> int:
         return self._special_id_of[spelling]
 
@@ -72,16 +78,37 @@ class Tokenizer:
         """A lower bound on the tokens of a text of so many UTF-8 bytes; 0 where the tokenizer allows none."""
         return -(-num_bytes // self._max_token_bytes) if self._max_token_bytes else 0
 
-    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(self, prompt_token_ids: Sequence[int] = (), *, keep_special: bool = False) -> Detokenizer:
+        """`keep_special`: special tokens are spelled out."""
         if self._bytes_of is not None:
-            return ByteLevelDetokenizer(self._bytes_of)
-        return WindowDetokenizer(
-            self.decode, self._special_ids.__contains__, context=prompt_token_ids[-CONTEXT_TOKENS:]
-        )
+            return ByteLevelDetokenizer(self._spelled_bytes if keep_special else self._bytes_of)
+        context = prompt_token_ids[-CONTEXT_TOKENS:]
+        if keep_special:
+            return WindowDetokenizer(self.decode_all, lambda _: False, context=context)
+        return WindowDetokenizer(self.decode, self._special_ids.__contains__, context=context)
 
     def decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
+
+    def decode_all(self, token_ids: list[int]) -> str:
+        """With special tokens spelled out."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    def offsets(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """Where each token begins in `text`, which they spell, with or without the special ones."""
+        keep = len(text) == len(self.decode_all(list(token_ids)))
+        detokenizer = self.detokenizer(keep_special=keep)
+        found, num_chars = [], 0
+        for token_id in token_ids:
+            found.append(num_chars)
+            num_chars += len(detokenizer.push(token_id))
+        return found
+
+    @cached_property
+    def _spelled_bytes(self) -> list[bytes]:
+        return [self.spelling(token_id) for token_id in range(self.vocab_size)]
 
     def spelling(self, token_id: int) -> bytes:
         """The bytes of one token by itself, special ones spelled out: what log probabilities are listed under."""

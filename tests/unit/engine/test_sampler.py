@@ -181,3 +181,39 @@ def test_an_impossible_row_never_becomes_possible() -> None:
     raw[17] = 0.0
     for index in range(50):
         assert sample(raw[None], [row(index, temperature=2.0)])[0].token_id == 17
+
+
+def favourites(raw: torch.Tensor) -> list[int]:
+    """Token ids, likeliest first."""
+    return sorted(range(VOCAB), key=lambda token: -float(raw[token]))
+
+
+def chosen(raw: torch.Tensor, inputs: SampleInput) -> int:
+    return sample(raw[None], [inputs])[0].token_id
+
+
+def test_a_forbidden_word_is_never_completed() -> None:
+    raw = logits()
+    first, second, third = favourites(raw)[:3]
+    words = ((first,), (9, second), (8, 9, third))
+    assert chosen(raw, row(1, (5,), temperature=0.0, bad_words=words)) == second
+    assert chosen(raw, row(1, (9,), temperature=0.0, bad_words=words)) == third
+    assert chosen(raw, row(2, (8, 9), temperature=0.0, bad_words=words)) == favourites(raw)[3]
+    assert chosen(raw, row(0, (), (8, 9), temperature=0.0, bad_words=words)) == second, "a prompt is not searched"
+    for seed in range(200):
+        assert chosen(raw, row(2, (8, 9), seed=seed, bad_words=words)) not in (first, second, third)
+
+
+def test_only_allowed_tokens_are_sampled() -> None:
+    raw = logits()
+    allowed = tuple(favourites(raw)[-3:])
+    assert chosen(raw, row(temperature=0.0, allowed_token_ids=allowed)) == allowed[0]
+    drawn = {chosen(raw, row(seed=seed, temperature=2.0, allowed_token_ids=allowed)) for seed in range(100)}
+    assert drawn == set(allowed)
+    assert chosen(raw, row(temperature=0.0, allowed_token_ids=allowed, bad_words=((allowed[0],),))) == allowed[1]
+
+
+def test_a_neighbour_with_forbidden_words_changes_nothing_for_the_others() -> None:
+    raw = torch.stack([logits(1), logits(2)])
+    plain, bound = row(temperature=0.0), row(temperature=0.0, bad_words=((favourites(raw[1])[0],),))
+    assert sample(raw, [plain, bound])[0] == sample(raw[:1], [plain])[0]

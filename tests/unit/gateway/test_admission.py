@@ -129,3 +129,14 @@ async def test_the_workers_are_asked_again_after_a_while_without_any_sign() -> N
     async with asyncio.timeout(10):
         await room.enter("a")
     assert room.asked == ["a", "a", "a"]
+
+
+async def test_a_lower_priority_number_goes_first_whenever_it_came() -> None:
+    admission = Admission(9, NEVER_S)
+    room = Room(admission, 0)
+    tickets = {"low": admission.ticket(5), "usual": admission.ticket(), "high": admission.ticket(-1)}
+    tasks = [asyncio.create_task(room.enter(name, ticket)) for name, ticket in tickets.items()]
+    await settle()
+    room.free(3)
+    await asyncio.gather(*tasks)
+    assert room.placed == ["high", "usual", "low"]

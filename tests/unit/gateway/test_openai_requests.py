@@ -10,26 +10,28 @@ import pytest
 
 from services.gateway.errors import ApiError, ContextTooLong, InvalidRequest
 from services.gateway.openai.requests import parse_chat, parse_completion
-from services.gateway.openai.sampling import fit_max_tokens, read_stops, requested_tokens, to_sampling
+from services.gateway.openai.sampling import SamplingModel, fit_max_tokens, read_stops, requested_tokens, to_sampling
+from services.gateway.text.generation_defaults import GenerationDefaults
 from services.protocol import Sampling
 
 EOS, VOCAB = (2,), 400
+MODEL = SamplingModel(VOCAB, EOS, lambda text: list(text.encode()), GenerationDefaults())
 
 
 def chat(**fields: Any) -> Sampling:
     request = parse_chat(json.dumps({"model": "m", "messages": [{}]} | fields).encode())
     read_stops(request.stop)
-    return to_sampling(request, fit_max_tokens(request, 10, 100), EOS, VOCAB)
+    return to_sampling(request, fit_max_tokens(request, 10, 100), MODEL)
 
 
 def completion(**fields: Any) -> Sampling:
     request = parse_completion(json.dumps({"model": "m", "prompt": "a"} | fields).encode())
     read_stops(request.stop)
-    return to_sampling(request, fit_max_tokens(request, 10, 100), EOS, VOCAB)
+    return to_sampling(request, fit_max_tokens(request, 10, 100), MODEL)
 
 
 BAD: list[tuple[str, Any]] = [
-    *(("n", value) for value in (0, 2, 129, 3_000_000, 2.0, True, "1")),
+    *(("n", value) for value in (0, 129, 3_000_000, 2.0, True, "1", -1)),
     *(("max_tokens", value) for value in (0, -1, 1.0, True, "5", 2**70)),
     *(("min_tokens", value) for value in (-1, 91, True)),
     *(("temperature", value) for value in (-0.1, 2.1, 1e30, "1", True)),
@@ -45,6 +47,14 @@ BAD: list[tuple[str, Any]] = [
     *(("logit_bias", value) for value in ([], {"a": 1}, {"-1": 1}, {"400": 1}, {"1": 101}, {"1": True}, {" 1": 1})),
     *(("logit_bias", value) for value in ({"٣": 1}, {"1" * 5000: 1}, {str(i): 0 for i in range(2000)})),
     *(("stream", value) for value in (1, "true")),
+    *(("bad_words", value) for value in ("a", [""], [5], ["a"] * 129, ["a" * 257])),
+    *(("allowed_token_ids", value) for value in ([], [-1], [VOCAB], [True], 5)),
+    *(("truncate_prompt_tokens", value) for value in (0, -1, True)),
+    *(("priority", value) for value in (2**31, "high")),
+    *(("cache_salt", value) for value in ("", 5)),
+    ("kv_transfer_params", {"remote_host": "10.0.0.1"}),
+    ("use_beam_search", True),
+    ("prompt_logprobs", 1),
     ("ignore_eos", 1),
     ("stream_options.colour", True),
     ("user_id", "unknown field"),
@@ -73,9 +83,7 @@ def test_a_bad_value_is_refused_by_name(parse: Callable[..., Sampling], param: s
         ("top_logprobs", 10**9),
         ("top_logprobs", 5),
         ("logprobs", 1),
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}),
+        ("functions", [{"name": "f"}]),
         ("max_completion_tokens", 0),
         ("modalities", ["audio"]),
     ],
@@ -88,7 +96,7 @@ def test_what_only_chat_has_is_refused_by_name(param: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("param", "value"),
-    [("echo", True), ("best_of", 2), ("suffix", "x"), ("logprobs", 21), ("logprobs", True), ("logprobs", -1)],
+    [("suffix", "x"), ("echo", 1), ("best_of", True), ("logprobs", 21), ("logprobs", True), ("logprobs", -1)],
 )
 def test_what_only_completions_have_is_refused_by_name(param: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as refused:
@@ -103,12 +111,30 @@ def test_null_means_absent_and_neutral_values_are_no_request() -> None:
     completion(echo=False, best_of=1, suffix=None)
 
 
+def test_words_are_forbidden_with_and_without_a_space_before_them() -> None:
+    assert chat(bad_words=["ab", " c"]).bad_words == [list(b"ab"), list(b" ab"), list(b" c")]
+
+
+def test_the_models_own_defaults_hold_where_a_request_says_nothing() -> None:
+    defaults = GenerationDefaults(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1)
+    model = SamplingModel(VOCAB, EOS, lambda text: [], defaults)
+
+    def read(**fields: Any) -> Sampling:
+        request = parse_chat(json.dumps({"model": "m", "messages": [{}]} | fields).encode())
+        return to_sampling(request, 5, model)
+
+    left_out, asked = read(), read(temperature=0, top_p=1, top_k=-1, min_p=0, repetition_penalty=1)
+    assert (left_out.temperature, left_out.top_p, left_out.top_k) == (0.6, 0.9, 20)
+    assert (left_out.min_p, left_out.repetition_penalty) == (0.1, 1.1)
+    assert (asked.temperature, asked.top_p, asked.top_k, asked.min_p, asked.repetition_penalty) == (0, 1, 0, 0, 1)
+
+
 def test_fields_that_change_nothing_are_accepted() -> None:
     chat(user="me", metadata={"a": "b"}, store=False, service_tier="auto")
 
 
 def test_the_body_must_be_json_of_bounded_depth() -> None:
-    deep = b'{"model":"m","messages":' + b"[" * 50 + b"]" * 50 + b"}"
+    deep = b'{"model":"m","messages":' + b"[" * 80 + b"]" * 80 + b"}"
     for body in (b"", b"{", b"[]", b"5", b'{"a": NaN}', b'{"a": "\xff"}', b"[" * 200_000, deep):
         with pytest.raises(ApiError) as refused:
             parse_chat(body)

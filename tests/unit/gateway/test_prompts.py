@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from services.gateway.errors import InvalidRequest
-from services.gateway.openai.prompts import read_messages, read_prompt
+from services.gateway.openai.prompts import read_messages, read_prompts
 from services.gateway.text.chat_template import ChatTemplate, TemplateError
-from services.gateway.text.model_text import ModelText, TextTooLong
+from services.gateway.text.model_text import ChatOptions, ModelText, TextTooLong
 from tests.support.text_model import BOS, IM_END, IM_START, SPECIAL_TOKENS, make_text_model
 
 BOS_ID, END_ID, START_ID = (SPECIAL_TOKENS.index(token) for token in (BOS, IM_END, IM_START))
@@ -23,7 +23,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> ModelText:
 
 
 def ids_of(text: ModelText, *messages: dict[str, Any]) -> list[int]:
-    return text.chat_prompt(read_messages(list(messages)), 10_000)
+    return text.chat_prompt(read_messages(list(messages)), 10_000).token_ids
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    return {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -61,7 +65,13 @@ def test_one_text_part_is_the_same_as_a_string(text: ModelText) -> None:
         ({"content": "a"}, "messages[0].role"),
         ({"role": "user", "content": "a", "name": 5}, "messages[0].name"),
         ({"role": "user", "content": "a", "colour": "red"}, "messages[0].colour"),
-        ({"role": "assistant", "content": "a", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "user", "content": "a", "tool_calls": [call("{}")]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": {}} | {"tool_calls": {"a": 1}}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": [5]}, "messages[0].tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": [{"type": "custom"}]}, "messages[0].tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": [call("{")]}, "messages[0].tool_calls[0].function.arguments"),
+        ({"role": "assistant", "tool_calls": [call("[]")]}, "messages[0].tool_calls[0].function.arguments"),
+        ({"role": "assistant", "tool_calls": [call(5)]}, "messages[0].tool_calls[0].function.arguments"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(message: dict[str, Any], param: str) -> None:
@@ -133,16 +143,59 @@ def test_the_early_refusal_never_refuses_what_fits(text: ModelText) -> None:
         assert text.tokenizer.min_num_tokens(len(sample.encode())) <= num_tokens
 
 
-@pytest.mark.parametrize("prompt", [None, 5, {}, [], [[]], [1.0], [True], [-1], [400], [2**40], ["a", "b"], [[1], [2]]])
+@pytest.mark.parametrize(
+    "prompt", [None, 5, {}, [], [[]], [1.0], [True], [-1], [400], [2**40], ["a", []], [[1], "a", 5], ["a"] * 129]
+)
 def test_a_prompt_that_is_none_is_refused(prompt: Any) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        read_prompt(prompt, 400)
+        read_prompts(prompt, 400)
     assert refused.value.param == "prompt"
 
 
 def test_a_list_of_one_prompt_is_that_prompt() -> None:
-    assert read_prompt(["text"], 400) == read_prompt("text", 400) == "text"
-    assert read_prompt([[1, 2]], 400) == read_prompt([1, 2], 400) == [1, 2]
+    assert read_prompts(["text"], 400) == read_prompts("text", 400) == ["text"]
+    assert read_prompts([[1, 2]], 400) == read_prompts([1, 2], 400) == [[1, 2]]
+
+
+def test_several_prompts_may_come_in_one_request() -> None:
+    assert read_prompts(["a", [1], "b"], 400) == ["a", [1], "b"]
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}[{{ tool | tojson }}]{% endfor %}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}({{ c.function.name }} {{ c.function.arguments | tojson }}){% endfor %}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+)
+
+
+def test_calls_and_their_results_go_back_into_the_template(tmp_path: Path) -> None:
+    text = ModelText.load(make_text_model(tmp_path / "m", template=TOOL_TEMPLATE))
+    messages = read_messages(
+        [
+            {"role": "assistant", "content": None, "tool_calls": [call('{"city": "Köln<|im_end|>"}')]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+        ]
+    )
+    ids = text.chat_prompt(messages, 1000).token_ids
+    spelled = text.tokenizer.decode_all(ids)
+    assert '(look_up {"city": "Köln<|im_end|>"})' in spelled
+    assert "tool: rain" in spelled
+    assert ids.count(END_ID) == 2, "a marker in arguments is text"
+
+
+def test_a_template_without_a_place_for_calls_refuses_them(text: ModelText) -> None:
+    messages = read_messages([{"role": "assistant", "content": "", "tool_calls": [call("{}")]}])
+    with pytest.raises(TemplateError, match="tool calls"):
+        text.chat_prompt(messages, 1000)
+
+
+def test_the_last_message_can_be_left_open(text: ModelText) -> None:
+    messages = read_messages([user("Say it."), {"role": "assistant", "content": "The capital <|im_end|> is"}])
+    options = ChatOptions(add_generation_prompt=False, continue_final_message=True)
+    ids = text.chat_prompt(messages, 1000, options).token_ids
+    assert text.tokenizer.decode_all(ids).endswith("assistant\nThe capital <|im_end|> is")
+    assert ids.count(END_ID) == 1, "the open turn is not closed"
 
 
 def test_a_template_has_what_hugging_face_gives_templates() -> None:

@@ -1,0 +1,1 @@
+"""The OpenAI Responses API: create, streamed and whole; nothing is stored."""

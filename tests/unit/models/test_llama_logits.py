@@ -1,9 +1,12 @@
+import dataclasses
+
 import pytest
 from safetensors.torch import load_file, save_file
 
 from engine.errors import ConfigError
 from engine.model_config import load_model_config
 from engine.model_runner import resolve_precision
+from engine.runner import ScoreInput, StepBatch
 from tests.support.llama_reference import (
     KERNELS,
     all_logits,
@@ -11,6 +14,7 @@ from tests.support.llama_reference import (
     load_reference,
     make_runner,
     reference_logits,
+    scheduled,
     skip_without_kernels,
 )
 from tests.support.tiny_model import make_tiny_model
@@ -118,3 +122,25 @@ def test_the_same_arguments_make_the_same_files(tmp_path):
     one, two = make_tiny_model(tmp_path / "one"), make_tiny_model(tmp_path / "two")
     for path in one.iterdir():
         assert path.read_bytes() == (two / path.name).read_bytes(), path.name
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_scored_rows_come_after_sampled_ones_whatever_the_layout_of_the_step(tmp_path, kernels):
+    """A decode, a scored chunk that samples, and a scored chunk that does not, in one step."""
+    directory = make_tiny_model(tmp_path)
+    expected = reference_logits(load_reference(directory), TOKENS)
+    runner = make_runner(directory, kernels=kernels)
+    decode, whole, part = TOKENS[:9], TOKENS, TOKENS[:20]
+    runner.logits(StepBatch([scheduled(decode[:8], 0, [0])], 16))
+    batch = StepBatch(
+        [
+            dataclasses.replace(scheduled(part, 0, [1, 2], sample=False), score=ScoreInput(0, part[1:], 0)),
+            dataclasses.replace(scheduled(whole, 0, [3, 4]), score=ScoreInput(3, whole[4:], 0)),
+            scheduled(decode[8:], 8, [0]),
+        ],
+        16,
+    )
+    rows = runner.logits(batch)
+    wanted = [len(whole) - 1, 8, *range(len(part) - 1), *range(3, len(whole) - 1)]
+    assert rows.shape[0] == len(wanted)
+    assert (rows - expected[wanted]).abs().max() < 1e-4

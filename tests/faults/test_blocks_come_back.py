@@ -101,6 +101,23 @@ def test_a_segment_that_cannot_be_posted_is_known_at_once_fifty_times(
     assert decode.ledger()["receiver"]["failed"] - failed >= 40, "decode was told each time, and did not wait"
 
 
+def test_damaged_bytes_are_sent_again_and_when_that_does_not_help_the_prompt_is_computed_elsewhere(
+    small: Cluster, pair: tuple[WorkerProcess, WorkerProcess], expected: dict[int, str]
+) -> None:
+    prefill, decode = pair
+    before = decode.ledger()["receiver"]
+    prefill.put("/debug/faults", "corrupt:segment:1")
+    right(small, expected, 1)
+    after = decode.ledger()["receiver"]
+    assert (after["damaged"] - before["damaged"], after["committed"] - before["committed"]) == (1, 1)
+    prefill.put("/debug/faults", "corrupt:segment:*")
+    right(small, expected, 2)
+    (record, *_) = small.records()
+    assert [attempt["path"] for attempt in record["attempts"]] == ["pair", "local"]
+    assert "damaged" in record["attempts"][0]["outcome"]
+    assert "arrived damaged from" in decode.output(), "the log says where"
+
+
 def test_the_client_leaves_and_prefill_dies_at_the_same_moment(
     small: Cluster, pair: tuple[WorkerProcess, WorkerProcess], expected: dict[int, str]
 ) -> None:

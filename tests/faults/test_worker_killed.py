@@ -183,6 +183,41 @@ def test_streams_of_a_draining_decode_worker_are_moved_without_a_seam(
         cluster.assert_idle()
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_every_choice_of_a_request_goes_on_when_its_decode_worker_ends(model: Path, number: int) -> None:
+    flags = {"prefill": FLAGS, "decode": [*FLAGS, "--leave-after-s", "0", "--test-faults", "pause:step:*:0.02"]}
+    request = {"model": "tiny", "prompt": [7, 8, 9] * 20, "n": 3, "max_tokens": 60, "temperature": 0.8, "seed": 5}
+    with running(model, ["prefill", "decode", "decode"], worker_flags=flags, gateway_flags=ALWAYS_HAND_OFF) as cluster:
+        undisturbed = choices(cluster, request, lambda _: None)
+        assert len(set(undisturbed)) == 3, "the choices differ"
+
+        ended = []
+
+        def after(num_events: int) -> None:
+            if num_events == 30:
+                ended.append(max(cluster.of_role("decode"), key=lambda worker: worker.ledger()["open_streams"]))
+                ended[0].send(number)
+
+        assert choices(cluster, request, after) == undisturbed
+        ended[0].wait()
+        assert num_attempts(cluster, "moved") + num_attempts(cluster, "pair") > 6, "some choice was continued"
+        cluster.assert_idle()
+
+
+def choices(cluster: Cluster, request: dict[str, Any], after: Callable[[int], None]) -> list[str]:
+    """The streamed text of each choice."""
+    found = [""] * request["n"]
+    reasons = []
+    stream = cluster.client.completions.create(**request, stream=True, extra_body={"ignore_eos": True})
+    for num_events, chunk in enumerate(stream):
+        after(num_events)
+        for choice in chunk.choices:
+            found[choice.index] += choice.text
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+    assert reasons == ["length"] * request["n"]
+    return found
+
+
 def test_a_stream_that_nobody_has_room_for_goes_on_where_it_is(model: Path, pool: ThreadPoolExecutor) -> None:
     """It is held, refused elsewhere, and resumed, several times over."""
     flags = {

@@ -213,9 +213,11 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return []
-        if request.state is not RequestState.RUNNING or request.prefilling:
+        paused = request.state is RequestState.HELD and not request.prefill_only
+        if not paused and (request.state is not RequestState.RUNNING or request.prefilling):
             return [Held(request_id, ok=False)]
-        self._scheduler.hold(request, now)
+        if not paused:
+            self._scheduler.hold(request, now)
         return [Held(request_id, ok=True, num_tokens=request.num_computed)]
 
     def _write_kv(self, request_id: str, start: int, num_tokens: int, buffer: Buffer) -> bool:

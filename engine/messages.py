@@ -104,7 +104,7 @@ class Release:
 @dataclass(frozen=True, slots=True)
 class Hold:
     """Compute no more of a request that decodes, and keep its blocks, so that another worker can go on with it.
-    KV of every token but the last one sampled may be read."""
+    KV of every token but the last one sampled may be read. May be sent twice."""
 
     request_id: str
 

@@ -282,7 +282,8 @@ class Scheduler:
         if state is RequestState.RUNNING:
             num_prefill_tokens += num_uncached
         # As if all others were decoding already: the slowest that the prefills can go.
-        num_steps = -(-num_prefill_tokens // self._max_prefill_tokens(num_others))
+        # Not by the measured budget: where that is small, a prompt would wait for more room than a small pool has.
+        num_steps = -(-num_prefill_tokens // (self._config.max_batch_tokens - num_others))
         num_steps += self._config.block_size
         if num_spare >= (num_others + 1) * self._num_blocks(num_steps + self._config.block_size):
             return True

@@ -60,7 +60,7 @@ class _Incoming:
     sink: ReceiveSink | None
     """None once the owner has cancelled."""
     peer: _Peer | None = None
-    staged: dict[int, tuple[Segment, Buffer]] = field(default_factory=dict)
+    staged: dict[int, tuple[Segment, Buffer, StagingPool]] = field(default_factory=dict)
     started_at: float = 0.0
     num_bytes: int = 0
 
@@ -74,6 +74,8 @@ class _Peer:
     announced: asyncio.Queue[Segment | Commit] = field(default_factory=lambda: asyncio.Queue(MAX_ANNOUNCED))
     lane: str = ""
     incarnation: str = ""
+    has_opened: bool = False
+    """It has shown the key of a handoff: until then it gets no memory that others need."""
 
     async def send(self, message: Control) -> None:
         async with self.lock:
@@ -98,7 +100,10 @@ class KvReceiver:
         self._layout = layout
         self._hello = hello
         self._clock = clock
-        self._staging = StagingPool(max(max_segment_bytes, layout.bytes_per_token), max_staging_bytes)
+        segment_bytes = max(max_segment_bytes, layout.bytes_per_token)
+        self._staging = StagingPool(segment_bytes, max_staging_bytes)
+        self._for_strangers = StagingPool(segment_bytes, segment_bytes)
+        """Where payloads land of whoever has opened nothing yet: a late sender's, or a stranger's."""
         self._open: dict[bytes, _Incoming] = {}
         self._ended: OrderedDict[bytes, _Incoming] = OrderedDict()
         self._peers: set[_Peer] = set()
@@ -122,6 +127,10 @@ class KvReceiver:
         now = self._clock()
         machine = transfer.Receiver(grant, deadline=now + grant.lease_s, since=now)
         self._open[grant.handoff_id] = _Incoming(machine, sink)
+
+    def knows(self, handoff_id: bytes) -> bool:
+        """Whether it was expected before, and is not forgotten yet."""
+        return self._find(handoff_id) is not None
 
     def cancel(self, handoff_id: bytes) -> None:
         """The owner wants it no more: the sink is not called again, the sender is told. Unknown ids are ignored."""
@@ -157,7 +166,7 @@ class KvReceiver:
             "states": by_state(machines, transfer.ReceiverState, self._clock()),
             "leases": [_lease(machine, self._clock()) for machine in machines],
             "connections": len(self._peers),
-            **self._staging.snapshot(),
+            **{name: value + self._for_strangers.snapshot()[name] for name, value in self._staging.snapshot().items()},
         }
 
     async def _tick(self) -> None:
@@ -217,8 +226,9 @@ class KvReceiver:
     async def _start_receive(self, peer: _Peer, segment: Segment) -> None:
         if not 0 < segment.num_bytes <= self._staging.buffer_bytes:
             raise WireError(f"a segment of {segment.num_bytes} bytes, the limit is {self._staging.buffer_bytes}")
-        buffer = await self._staging.lend()
-        task = asyncio.create_task(self._receive(peer, segment, buffer))
+        staging = self._staging if peer.has_opened else self._for_strangers
+        buffer = await staging.lend()
+        task = asyncio.create_task(self._receive(peer, segment, buffer, staging))
         peer.receives.add(task)
         task.add_done_callback(peer.receives.discard)
 
@@ -235,7 +245,9 @@ class KvReceiver:
         peer.lane = await self._plane.lane(peer.connection)
         difference = self._hello.difference(hello)
         refused = f"{difference} differs" if difference else ""
-        await peer.send(HelloReply(self._hello, refused))
+        # A stranger learns what differs, not what would not.
+        ours = Hello(self._hello.incarnation, {}) if refused else self._hello
+        await peer.send(HelloReply(ours, refused))
         if refused:
             self._counts["refused"] += 1
             logger.error("refused a prefill worker as a peer: %s", refused)
@@ -275,13 +287,14 @@ class KvReceiver:
             self._refuse(peer, message, instruction.reason)
         if incoming.peer is peer and former is None:
             incoming.started_at = self._clock()
+            peer.has_opened = True
             peer.handoffs.add(message.handoff_id)
 
     def _refuse(self, peer: _Peer, message: Open, reason: str) -> None:
         self._counts["refused"] += 1
         self._say(peer, Abort(message.handoff_id, message.attempt, reason[: messages.MAX_REASON_CHARS]))
 
-    async def _receive(self, peer: _Peer, segment: Segment, buffer: Buffer) -> None:
+    async def _receive(self, peer: _Peer, segment: Segment, buffer: Buffer, staging: StagingPool) -> None:
         try:
             async with asyncio.timeout(PAYLOAD_TIMEOUT_S):
                 await peer.connection.recv(buffer[: segment.num_bytes], Channel.PAYLOAD)
@@ -290,15 +303,15 @@ class KvReceiver:
             # The fabric may still be writing: out of use until the connection is known to be quiet.
             peer.connection.abort()
             if await peer.connection.settled():
-                self._staging.give_back(buffer)
+                staging.give_back(buffer)
             else:
-                self._staging.quarantine(buffer)
+                staging.quarantine(buffer)
             return
         self._counts["bytes"] += segment.num_bytes
         incoming = self._find(segment.handoff_id)
         if incoming is None or incoming.peer is not peer:
             self._counts["unknown"] += 1
-            self._staging.give_back(buffer)
+            staging.give_back(buffer)
             return
         began = self._clock()
         intact = segment.num_bytes == segment.num_tokens * self._layout.bytes_per_token and (
@@ -309,11 +322,11 @@ class KvReceiver:
             self._counts["damaged"] += 1
             logger.error("tokens from %d on arrived damaged from %s", segment.start, peer.connection.peer)
         incoming.num_bytes += segment.num_bytes
-        incoming.staged[segment.start] = (segment, buffer)
+        incoming.staged[segment.start] = (segment, buffer, staging)
         arrived = events.SegmentArrived(segment.attempt, segment.start, segment.num_tokens, segment.checksum, intact)
         self._handle(incoming, arrived)
         if incoming.staged.pop(segment.start, None) is not None:  # no Write took it
-            self._staging.give_back(buffer)
+            staging.give_back(buffer)
 
     # One handoff
 
@@ -365,7 +378,7 @@ class KvReceiver:
             if oldest.peer is not None:
                 oldest.peer.handoffs.discard(oldest.machine.grant.handoff_id)
 
-    async def _write(self, incoming: _Incoming, segment: Segment, buffer: Buffer) -> None:
+    async def _write(self, incoming: _Incoming, segment: Segment, buffer: Buffer, staging: StagingPool) -> None:
         written = False
         try:
             if incoming.sink is not None:
@@ -373,7 +386,7 @@ class KvReceiver:
         except Exception:  # the sink is the owner's: a fault in it ends the transfer and nothing more
             logger.exception("a segment could not be written")
         finally:
-            self._staging.give_back(buffer)
+            staging.give_back(buffer)
         self._handle(incoming, events.SegmentWritten(segment.start, written))
 
     def _stats(self, incoming: _Incoming) -> TransferStats:

@@ -146,7 +146,7 @@ class KvSender:
             if not isinstance(reply, HelloReply):
                 raise WireError(f"a {type(reply).__name__} in answer to the hello")
             other = reply.hello.incarnation != incarnation
-            difference = "incarnation" if other else self.hello.difference(reply.hello)
+            difference = "incarnation" if other else not reply.refused and self.hello.difference(reply.hello)
             if reply.refused or difference:
                 raise PairingRefused(f"{address} is no pair of this worker: {reply.refused or f'{difference} differs'}")
             return Link(self, connection, await self.plane.lane(connection))

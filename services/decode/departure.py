@@ -36,18 +36,23 @@ class Stream:
     last: tuple[int, int] | None = None
     """Output index and id of the token sent last."""
     leaving: bool = False
+    expecting: bool = False
+    """Its handoff is the receiver's to end with it."""
     held: messages.Held | None = None
-    _hold: asyncio.Future[messages.Held] | None = None
+    hold: asyncio.Future[messages.Held] | None = None
+    """Somebody waits to have it held."""
 
-    def expect_hold(self) -> asyncio.Future[messages.Held]:
-        self._hold = asyncio.get_running_loop().create_future()
-        return self._hold
+    def sent(self, index: int, token_id: int) -> None:
+        self.last = index, token_id
+        self.held = None
 
-    def answer_hold(self, event: messages.Held) -> None:
-        """Every token before it has been sent."""
-        self.held = event if event.ok else None
-        if self._hold is not None and not self._hold.done():
-            self._hold.set_result(event)
+    def answer_hold(self, event: messages.Held) -> bool:
+        """Every token before it has been sent. False: it is held, and nobody waits for that any more."""
+        waiting = self.hold is not None and not self.hold.done()
+        self.held = event if event.ok and waiting else None
+        if self.hold is not None and waiting:
+            self.hold.set_result(event)
+        return waiting or not event.ok
 
     def close(self) -> None:
         """Whoever waits to have it held learns that it has ended."""
@@ -63,9 +68,11 @@ class Departure:
         self._streams = streams
         self._secret = secret
         self._incarnation = incarnation
+        self.announced = False
 
     def announce(self) -> None:
-        """To every stream that is open."""
+        """To every stream that is open, and to those that were let in just before."""
+        self.announced = True
         for stream in self._streams.values():
             stream.leaving = True
             stream.events.put_nowait(Leaving())
@@ -78,16 +85,23 @@ class Departure:
             stream.held = None
             self._engine.submit(messages.Resume(request.request_id))
             return Held(num_output_tokens=len(stream.work.output_token_ids))
-        answer = stream.expect_hold()
-        self._engine.submit(messages.Hold(request.request_id))
-        try:
-            async with asyncio.timeout(HOLD_S):
-                held = await answer
-        except TimeoutError:
+        held = stream.held or await self._hold(request.request_id, stream)
+        if held is None:
             return Failure(message="the request could not be held in time", kind="unavailable")
         if not held.ok or stream.last is None:
             return Failure(message="the request does not decode now", kind="unavailable")
         return Held(num_output_tokens=stream.last[0] + 1)
+
+    async def _hold(self, request_id: str, stream: Stream) -> messages.Held | None:
+        """Asked twice at once, both get the one answer. One that comes too late is undone: see Stream.answer_hold."""
+        if stream.hold is None or stream.hold.done():
+            stream.hold = asyncio.get_running_loop().create_future()
+            self._engine.submit(messages.Hold(request_id))
+        waiting = stream.hold
+        await asyncio.wait({waiting}, timeout=HOLD_S)
+        if not waiting.done():
+            waiting.cancel()
+        return None if waiting.cancelled() else waiting.result()
 
     async def ship(self, request: ShipRequest) -> AsyncGenerator[Frame, None]:
         stream = self._streams.get(request.request_id)

@@ -92,14 +92,14 @@ class DecodeService:
             yield problem
             return
         events = self._engine.open(request_id, request.work.deadline_s)
-        stream = self._streams[request_id] = Stream(request.work, events)
+        stream = self._streams[request_id] = Stream(request.work, events, leaving=self.departure.announced)
         try:
             async with aclosing(self._frames(request, stream)) as frames:
                 async for frame in frames:
                     yield frame
         finally:
             self._streams.pop(request_id).close()
-            if request.handoff is not None:
+            if request.handoff is not None and stream.expecting:
                 self._receiver.cancel(request.handoff.handoff_id)
             self._engine.close(request_id)
 
@@ -109,6 +109,8 @@ class DecodeService:
             return Failure(message="this request id is already in use", kind="invalid", param="request_id")
         if handoff is None:
             return None
+        if self._receiver.knows(handoff.handoff_id):
+            return Failure(message="this handoff id has been used", kind="invalid", param="handoff")
         return handoff_key.refusal(handoff, self._secret, self._incarnation, receives=True, now=time.time())
 
     async def _frames(self, request: GenerateRequest, stream: Stream) -> AsyncGenerator[Frame, None]:
@@ -117,28 +119,29 @@ class DecodeService:
             self._engine.submit(AddRequest(engine_request(request.work)))
             yield Accepted()
         else:
-            frame = await self._reserve(request, request.handoff, events)
+            frame = await self._reserve(request, request.handoff, stream)
             yield frame
             if not isinstance(frame, Accepted | Reserved):
                 return
-            if stream.leaving:
-                yield Leaving()
+        if stream.leaving:
+            yield Leaving()
         while True:
             event = await events.get()
             match event:
                 case TokenOut():
-                    stream.last = event.index, event.token_id
+                    stream.sent(event.index, event.token_id)
                     yield tokens_frame(event)
                 case PromptScored():
                     yield prompt_logprobs_frame(event)
                 case Committed():
-                    stream.last = event.state.index, event.state.token_id
+                    stream.sent(event.state.index, event.state.token_id)
                     yield _first_token(event.state)
                     self._engine.submit(StartDecode(request.work.request_id, event.state.token_id))
                 case Leaving():
                     yield event
                 case messages.Held():
-                    stream.answer_hold(event)
+                    if not stream.answer_hold(event):
+                        self._engine.submit(messages.Resume(request.work.request_id))
                 case messages.Released():
                     return  # its KV is elsewhere, and so is the rest of the answer
                 case TransferEnded():
@@ -148,7 +151,8 @@ class DecodeService:
                     yield ended(event)
                     return
 
-    async def _reserve(self, request: GenerateRequest, handoff: Handoff, events: asyncio.Queue[Any]) -> Frame:
+    async def _reserve(self, request: GenerateRequest, handoff: Handoff, stream: Stream) -> Frame:
+        events = stream.events
         work = engine_request(request.work)
         self._engine.submit(messages.Reserve(work))
         event = await _answer(events)
@@ -157,6 +161,7 @@ class DecodeService:
         if work.num_tokens - event.num_cached_tokens <= request.local_prefill_max_tokens:
             return await self._compute_here(work, events)
         sink = _Sink(self._engine, work.request_id, len(work.output_token_ids), events)
+        stream.expecting = True
         self._receiver.expect(
             Grant(
                 handoff_id=handoff.handoff_id,

@@ -137,12 +137,14 @@ class Attempt:
         self._inbox.put(side, arrival)
 
     async def close(self) -> None:
-        """Idempotent."""
-        await self._inbox.close()
-        if self._source is not None:
-            await self._source.close()
-        while self._unassign:
-            self._unassign.pop()()
+        """Idempotent. What has to happen does so before the first wait: a cancel may come in it."""
+        attempts = [self, *([self._source] if self._source is not None else [])]
+        for attempt in attempts:
+            attempt._inbox.end()
+            while attempt._unassign:
+                attempt._unassign.pop()()
+        for attempt in attempts:
+            await attempt._inbox.close()
 
     def failed(self, side: Side, failure: Failure) -> AttemptFailed:
         """A failure that a worker reported. What it says of a transfer is put down to the sender: a job goes

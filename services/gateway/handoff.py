@@ -274,8 +274,10 @@ class Handoffs:
         self._metrics.retries.labels(failure.kind).inc()
 
     async def _close(self, attempt: Attempt) -> None:
-        await attempt.close()
-        self._admission.capacity_freed()
+        try:
+            await attempt.close()
+        finally:
+            self._admission.capacity_freed()
 
 
 def _given_up(job: Job, failure: Failure) -> ApiError:

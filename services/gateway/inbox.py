@@ -62,10 +62,14 @@ class Inbox:
         self._arrived = asyncio.get_running_loop().create_future()
         await self._arrived
 
-    async def close(self) -> None:
-        """Ends both streams at once. Idempotent."""
+    def end(self) -> None:
+        """Ends both streams at once; they close in their own time."""
         for pump in self._pumps:
             pump.cancel()
+
+    async def close(self) -> None:
+        """Ends both streams and waits until they are closed. Idempotent."""
+        self.end()
         if self._pumps:
             await asyncio.wait(self._pumps)
 

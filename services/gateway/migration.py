@@ -17,9 +17,10 @@ from collections.abc import Callable
 
 from services.gateway.attempt import Attempt, AttemptFailed, AttemptSettings
 from services.gateway.cluster import ClusterView
+from services.gateway.inbox import StreamEnded
 from services.gateway.router import Route, WorkerView, choose_successor
 from services.gateway.worker_client import WorkerClient, WorkerLost
-from services.protocol import Held, HoldRequest
+from services.protocol import Frame, Held, HoldRequest
 
 logger = logging.getLogger(__name__)
 RETRY_S = 0.5
@@ -65,7 +66,7 @@ class Migration:
         if successor is None:
             self._held_at = None
             self._retry_at = _now() + RETRY_S
-            await self._ask(HoldRequest(request_id=self._attempt.work_id, resume=True))
+            await self._go_on()
         return successor
 
     def _successor(self, busy: set[str]) -> WorkerView | None:
@@ -74,16 +75,31 @@ class Migration:
     async def _hold(self) -> int | None:
         """Output tokens that the stream will have had when it stands still."""
         answer = await self._ask(HoldRequest(request_id=self._attempt.work_id))
-        return answer.num_output_tokens if answer is not None else None
+        if isinstance(answer, Held):
+            return answer.num_output_tokens
+        if answer is None:  # it may have been held all the same
+            await self._go_on()
+        return None
 
-    async def _ask(self, request: HoldRequest) -> Held | None:
+    async def _resume(self) -> bool:
+        for _ in range(2):
+            if isinstance(await self._ask(HoldRequest(request_id=self._attempt.work_id, resume=True)), Held):
+                return True
+        return False
+
+    async def _go_on(self) -> None:
+        """The stream stands still: it is resumed, or given up, for nothing more will come of it."""
+        if not await self._resume():
+            self._attempt.put_back("decode", StreamEnded("it was held, and could not be resumed"))
+
+    async def _ask(self, request: HoldRequest) -> Frame | None:
+        """None: no answer."""
         try:
             async with asyncio.timeout(HOLD_TIMEOUT_S):
-                frame = await self._client.hold(self._worker.url, request)
+                return await self._client.hold(self._worker.url, request)
         except (WorkerLost, TimeoutError) as error:
             logger.info("%s: %s", self._worker.url, error or "no answer to a hold")
             return None
-        return frame if isinstance(frame, Held) else None
 
     async def _take_over(self) -> Attempt | None:
         busy: set[str] = set()

@@ -157,6 +157,8 @@ async def _stream(
     grammar = "" if isinstance(message, ShipRequest) else message.work.sampling.grammar
     if (problem := await worker.prepare_grammar(grammar)) is not None:
         return Response(protocol.encode_frame(problem), media_type=protocol.FRAMES_MEDIA_TYPE)
+    if worker.state == "draining" and not also_draining:  # meanwhile
+        return Response(protocol.encode_frame(Busy(message="draining")), media_type=protocol.FRAMES_MEDIA_TYPE)
     return FrameStream(handle(message))  # type: ignore[operator]
 
 

@@ -117,12 +117,16 @@ class EngineClient:
             elif (queue := self._streams.get(event.request_id)) is not None:
                 queue.put_nowait(event)
 
-    def _fail(self, event: EngineFailed) -> None:
-        self._failed = event.message
+    def stopped(self) -> None:
+        """The thread takes no more commands: what waits for a copy waits in vain, and must not keep the process."""
         for future in self._copies.values():
             if not future.done():
                 future.set_result(False)
         self._copies.clear()
+
+    def _fail(self, event: EngineFailed) -> None:
+        self._failed = event.message
+        self.stopped()
         for queue in self._streams.values():
             queue.put_nowait(event)
         self._on_failed(event.message)

@@ -104,6 +104,7 @@ class Worker:
                     logger.warning("closing %s: %r", type(part).__name__, error)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.stop, STOP_S)
+            self.engine.stopped()
 
     def info(self) -> WorkerInfo:
         ledger = self.ledger()

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from transport.control import recv_control, send_control
 from transport.errors import ConnectFailed, ConnectionLost, PairingRefused, TransferError
 from transport.layout import KvLayout
-from transport.messages import Hello
+from transport.messages import Hello, HelloReply, Segment
 from transport.plane import Channel, Connection, Plane
 from transport.probe import probe
 from transport.receiver import Grant, KvReceiver
@@ -275,8 +276,8 @@ async def a_reservation_nobody_ships_to_expires(plane: Plane) -> None:
 async def an_open_transfer_outlives_its_lease_while_the_prompt_waits(plane: Plane) -> None:
     pair = Pair(plane)
     await pair.receiver.start()
-    shipment = await pair.open(lease_s=1.5)
-    await asyncio.sleep(3.0)  # as long as a busy prefill worker may be silent: the sender renews by itself
+    shipment = await pair.open(lease_s=2.5)
+    await asyncio.sleep(4.0)  # as long as a busy prefill worker may be silent: the sender renews by itself
     assert not pair.blocks.outcome.done()
     await shipment.ship(NUM_TOKENS)
     await shipment.commit(b"")
@@ -321,6 +322,43 @@ async def garbage_ends_its_own_connection_and_no_other(plane: Plane) -> None:
             raise AssertionError("a stranger was answered")
     await good.ship(NUM_TOKENS)
     await good.commit(b"")
+    await pair.close()
+
+
+@body
+async def whoever_shows_no_key_takes_no_memory_from_others(plane: Plane) -> None:
+    """Strangers that greet well announce payloads that never come, on more connections than there are buffers."""
+    pair = Pair(plane)
+    await pair.receiver.start()
+    strangers = []
+    for number in range(12):
+        stranger = await plane.connect(pair.receiver.address)
+        await send_control(stranger, Hello(f"stranger {number}", pair.sender.hello.fingerprint))
+        reply = await recv_control(stranger)
+        assert isinstance(reply, HelloReply)
+        assert not reply.refused
+        for start in (0, 1):
+            await send_control(stranger, Segment(b"nobody's handoff", 1, start, 1, LAYOUT.bytes_per_token, 0))
+        strangers.append(stranger)
+    shipment = await pair.open()
+    await shipment.ship(NUM_TOKENS)
+    await shipment.commit(b"")
+    for stranger in strangers:
+        stranger.abort()
+    await pair.close()
+
+
+@body
+async def a_stranger_learns_what_differs_and_nothing_more(plane: Plane) -> None:
+    pair = Pair(plane)
+    await pair.receiver.start()
+    stranger = await plane.connect(pair.receiver.address)
+    await send_control(stranger, Hello("stranger", {"model": "guess"}))
+    reply = await recv_control(stranger)
+    assert isinstance(reply, HelloReply)
+    assert "differs" in reply.refused
+    assert not reply.hello.fingerprint
+    stranger.abort()
     await pair.close()
 
 

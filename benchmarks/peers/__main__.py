@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--install", nargs="*", default=[], choices=["vllm", "llama"], help="install these first")
     parser.add_argument("--only", choices=["offline", "served"], help="half of it")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--engines", nargs="*", help="of the offline comparison (default: all that are installed)")
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="of the offline comparison")
     parser.add_argument("--scenarios", nargs="*", default=list(served.SCENARIOS), choices=list(served.SCENARIOS))
     parser.add_argument("--systems", nargs="*", help="of the served comparison (default: all that are installed)")
@@ -39,7 +40,8 @@ def main() -> int:
     result: dict[str, Any] = {"benchmark": "peers", "machine": platform.processor() or platform.machine()}
     if args.only != "served":
         gguf = next((VENVS / "llama").glob("*Q8_0.gguf"), None)
-        result["offline"] = compare.compare(compare.contenders(model, gguf, VENVS), args.core, args.repeats)
+        entries = [e for e in compare.contenders(model, gguf, VENVS) if not args.engines or e.name in args.engines]
+        result["offline"] = compare.compare(entries, args.core, args.repeats)
         names = [row["name"] for row in result["offline"]]
         base = "vllm bfloat16" if "vllm bfloat16" in names else names[0]
         print("\n".join(compare.table(result["offline"], base)), file=sys.stderr)

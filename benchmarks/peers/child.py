@@ -19,8 +19,8 @@ Generate = Callable[[list[list[int]], int], None]
 """generate(prompts, n): n greedy tokens for every prompt, all at once."""
 
 PREFILL, CONTEXT = 1024, 192
-NEW = {1: 32, 8: 16, 32: 8}
-"""Tokens a sequence, by batch size."""
+NEW = {1: 64, 8: 64, 32: 64}
+"""Tokens a sequence, by batch size: enough for the prompts, which are subtracted, not to drown them."""
 
 
 def prompts(count: int, length: int) -> list[list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from contextlib import ExitStack
+from typing import Any
 
 import uvloop
 
@@ -13,6 +14,7 @@ from services import logs
 from services.gateway.app import create_admin_app, create_public_app
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway
+from services.gateway.http_protocol import BoundedHeads
 from services.gateway.tenants.keys import KeyFileError
 from services.gateway.text.chat_template import TemplateError
 from services.gateway.text.tokenizer import TokenizerError
@@ -35,10 +37,12 @@ def run(config: GatewayConfig) -> int:
     return 1
 
 
-def _tls(config: GatewayConfig) -> dict[str, str]:
-    if config.tls_cert is None:
-        return {}
-    return {"ssl_certfile": str(config.tls_cert), "ssl_keyfile": str(config.tls_key)}
+def public_options(config: GatewayConfig) -> dict[str, Any]:
+    """Of the public listener."""
+    options: dict[str, Any] = {"http": BoundedHeads}
+    if config.tls_cert is not None:
+        options |= {"ssl_certfile": str(config.tls_cert), "ssl_keyfile": str(config.tls_key)}
+    return options
 
 
 async def _main(config: GatewayConfig, public: socket.socket, admin: socket.socket) -> int:
@@ -50,7 +54,7 @@ async def _main(config: GatewayConfig, public: socket.socket, admin: socket.sock
     try:
         return await serve(
             [
-                (Listener(create_public_app(gateway), host, port, **_tls(config)), public),
+                (Listener(create_public_app(gateway), host, port, **public_options(config)), public),
                 (Listener(create_admin_app(gateway), admin_host, admin_port), admin),
             ],
             on_drain=gateway.drain,

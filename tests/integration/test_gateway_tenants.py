@@ -18,7 +18,7 @@ import pytest
 from openai import OpenAI
 
 from services.gateway.app import create_public_app
-from services.gateway.main import _tls
+from services.gateway.main import public_options
 from services.gateway.tenants.guard import OPEN_PATHS
 from services.gateway.tenants.keys import hash_key, new_key
 from tests.support.stub_system import Server, StubSystem, stub_system
@@ -258,7 +258,7 @@ def test_the_public_port_speaks_tls_when_told_to(stubs: StubSystem, tmp_path: Pa
     files = ["-keyout", str(key), "-out", str(cert)]
     subprocess.run([*command.split(), *names, *files], check=True, capture_output=True)
     config = stubs.gateway.config.model_copy(update={"tls_cert": cert, "tls_key": key})
-    server = Server(create_public_app(stubs.gateway), options=_tls(config))
+    server = Server(create_public_app(stubs.gateway), options=public_options(config))
     stubs.thread.run(server.start())
     try:
         context = ssl.create_default_context(cafile=str(cert))

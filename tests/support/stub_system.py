@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from services.gateway.app import create_admin_app, create_public_app
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway
+from services.gateway.main import public_options
 from services.lifecycle import Listener, bind
 from services.protocol import Role
 from tests.support.stub_worker import Fabric, Gate, StubWorker
@@ -176,7 +177,8 @@ def stub_system(model: Path, roles: list[Role], **settings: Any) -> Iterator[Stu
 async def _start(config: GatewayConfig) -> tuple[Gateway, Server, Server]:
     gateway = await Gateway.create(config)
     gateway.start()
-    public, admin = Server(create_public_app(gateway)), Server(create_admin_app(gateway))
+    public = Server(create_public_app(gateway), options=public_options(config))
+    admin = Server(create_admin_app(gateway))
     await public.start()
     await admin.start()
     return gateway, public, admin

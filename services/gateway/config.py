@@ -21,7 +21,15 @@ class GatewayConfig(BaseModel):
     served_model_name: str | None = Field(None, description="name clients use; default: the directory's name")
     listen: str = Field("127.0.0.1:8000", description="host:port of the public OpenAI API; port 0 picks one")
     admin_listen: str = Field("127.0.0.1:8001", description="host:port of the admin API (metrics, debug)")
-    workers: list[str] = Field(description="base URLs of all workers, whatever their role: http://host:port")
+    workers: list[str] = Field([], description="base URLs of all workers, whatever their role: http://host:port")
+    worker_selector: str | None = Field(
+        None, description="instead of workers: Kubernetes label selector of the pods that are workers"
+    )
+    worker_namespace: str | None = Field(None, description="Kubernetes namespace of those pods")
+    api_credentials: Path = Field(
+        Path("/var/run/secrets/kubernetes.io/serviceaccount"),
+        description="folder with the token and ca.crt for the Kubernetes API",
+    )
     secret: SecretStr | None = Field(None, json_schema_extra={"secret": True})
     secret_file: Path | None = Field(None, description="file with the secret that all processes of a system share")
     public_metrics: bool = Field(True, description="serve /metrics on the public port too")
@@ -79,8 +87,6 @@ class GatewayConfig(BaseModel):
     @field_validator("workers")
     @classmethod
     def _are_urls(cls, value: list[str]) -> list[str]:
-        if not value:
-            raise ValueError("at least one worker is needed")
         urls = [url.rstrip("/") for url in value]
         for url in urls:
             parts = urlsplit(url)
@@ -91,7 +97,11 @@ class GatewayConfig(BaseModel):
         return urls
 
     @model_validator(mode="after")
-    def _has_secret(self) -> Self:
+    def _is_consistent(self) -> Self:
+        if bool(self.workers) == bool(self.worker_selector):
+            raise ValueError("give either workers or worker-selector: where the gateway finds its workers")
+        if self.worker_selector and not self.worker_namespace:
+            raise ValueError("worker-selector needs worker-namespace")
         auth.read_secret(self.secret.get_secret_value() if self.secret else None, self.secret_file)
         return self
 

@@ -10,7 +10,7 @@ from prometheus_client import Metric
 
 from services.gateway.admission import Admission
 from services.gateway.attempt import AttemptSettings
-from services.gateway.cluster import StaticCluster
+from services.gateway.cluster import PolledCluster, StaticCluster
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import Unavailable
 from services.gateway.handoff import Handoffs
@@ -43,9 +43,7 @@ class Gateway:
             info_timeout_s=config.poll_timeout_s,
             max_connections=config.max_connections,
         )
-        self.cluster = StaticCluster(
-            config.workers, self._client, poll_s=config.poll_s, lost_after_s=config.lost_after_s
-        )
+        self.cluster = _cluster(config, self._client)
         self.handoffs = Handoffs(
             self._client,
             self.cluster,
@@ -58,7 +56,8 @@ class Gateway:
 
     @classmethod
     async def create(cls, config: GatewayConfig) -> Gateway:
-        """Load the text side on a thread, then build. Raises ConfigError, TokenizerError, TemplateError."""
+        """Load the text side on a thread, then build.
+        Raises ConfigError, TokenizerError, TemplateError, DiscoveryError."""
         return cls(config, await asyncio.to_thread(ModelText.load, config.model))
 
     def start(self) -> None:
@@ -103,3 +102,19 @@ class Gateway:
         for worker in self.cluster.workers():
             usable[worker.info.role,] += 1
         yield labelled_gauge("usable_workers", "Workers that can be given work", ["role"], usable)
+
+
+def _cluster(config: GatewayConfig, client: WorkerClient) -> PolledCluster:
+    if config.worker_selector is None:
+        return StaticCluster(config.workers, client, poll_s=config.poll_s, lost_after_s=config.lost_after_s)
+    from services.gateway.pod_cluster import PodCluster  # brings the Kubernetes client along
+
+    assert config.worker_namespace is not None, "validated"
+    return PodCluster(
+        config.worker_namespace,
+        config.worker_selector,
+        config.api_credentials,
+        client,
+        poll_s=config.poll_s,
+        lost_after_s=config.lost_after_s,
+    )

@@ -11,6 +11,7 @@ import uvloop
 from engine.errors import ConfigError
 from services import logs
 from services.gateway.app import create_admin_app, create_public_app
+from services.gateway.cluster import DiscoveryError
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway
 from services.gateway.text.chat_template import TemplateError
@@ -29,7 +30,7 @@ def run(config: GatewayConfig) -> int:
             return uvloop.run(_main(config, public, admin))
         except OSError as error:
             logger.error("%s", error.strerror or error)
-        except (ConfigError, TokenizerError, TemplateError) as error:
+        except (ConfigError, TokenizerError, TemplateError, DiscoveryError) as error:
             logger.error("%s", error)
     return 1
 

@@ -9,7 +9,9 @@
 {{- $grace := int $block.terminationGracePeriodSeconds }}
 {{- $least := add (int $block.preStopSeconds) (int $block.drainSeconds) | int }}
 {{- if and $grace (le $grace $least) }}{{ fail (printf "%s.terminationGracePeriodSeconds is %d: it must be more than preStopSeconds + drainSeconds = %d, or running requests are killed" $role $grace $least) }}{{ end }}
-{{- if and (has (toString $block.rollout.maxSurge) (list "0" "0%")) (has (toString $block.rollout.maxUnavailable) (list "0" "0%")) }}{{ fail (printf "%s.rollout: maxSurge and maxUnavailable are both 0, so that no rollout could ever go on" $role) }}{{ end }}
+{{- $rollout := $block.rollout }}
+{{- if ne $role "gateway" }}{{ $rollout = include "kvbaton.rollout" $block | fromYaml }}{{ end }}
+{{- if and (has (toString $rollout.maxSurge) (list "0" "0%")) (has (toString $rollout.maxUnavailable) (list "0" "0%")) }}{{ fail (printf "%s.rollout: maxSurge and maxUnavailable are both 0, so that no rollout could ever go on" $role) }}{{ end }}
 {{- range $name := include "kvbaton.reservedSettings" $ | splitList " " }}
 {{- if hasKey $block.settings $name }}{{ fail (printf "%s.settings.%s: the chart sets this one itself, from a value of its own" $role $name) }}{{ end }}
 {{- end }}

@@ -66,7 +66,7 @@ class _Worker:
         self.watchers: dict[object, Callable[[str], None]] = {}
 
     def view(self) -> WorkerView | None:
-        if self.problem or self.barred or self.info is None:
+        if self.problem or self.info is None:
             return None
         return WorkerView(self.url, self.info, len(self.watchers), self.num_assigned_then)
 
@@ -106,20 +106,24 @@ class PolledCluster(ClusterView):
             worker.barred = barred
             self._polls[url] = asyncio.create_task(self._poll(worker))
         elif worker.barred != barred:
-            was_usable, worker.barred = worker.view() is not None, barred
-            self._note_change(worker, was_usable)
+            worker.barred = barred
+            logger.info("worker %s: %s", url, barred or "is to be used")
+            self._set_problem(worker, worker.problem, changed=True)
             worker.ask_now.set()
 
     def remove(self, url: str, reason: str) -> None:
         """Whoever waits for this worker is told that it is lost."""
         worker = self._workers.pop(url)
         self._polls.pop(url).cancel()
-        was_usable, worker.barred = worker.view() is not None, reason
-        self._note_change(worker, was_usable)
+        self._set_problem(worker, reason)
         self._lose(worker, reason)
 
     def workers(self) -> Sequence[WorkerView]:
-        return [view for worker in self._workers.values() if (view := worker.view()) is not None]
+        """Of a role none of which is left, those that discovery bars and that still say they are ready: a pod is
+        told to go as soon as its successor is there, which may be before the successor has been asked."""
+        views = [(worker, view) for worker in self._workers.values() if (view := worker.view()) is not None]
+        roles = {view.info.role for worker, view in views if not worker.barred}
+        return [view for worker, view in views if not worker.barred or view.info.role not in roles]
 
     def report_failure(self, incarnation: str, reason: str) -> None:
         for worker in self._of(incarnation):
@@ -143,7 +147,7 @@ class PolledCluster(ClusterView):
         return [
             {
                 "url": worker.url,
-                "usable": worker.view() is not None,
+                "usable": worker.view() is not None and not worker.barred,
                 "problem": worker.problem or worker.barred or None,
                 "num_assigned": len(worker.watchers),
                 "info": worker.info,
@@ -185,19 +189,15 @@ class PolledCluster(ClusterView):
         for on_lost in watchers.values():
             on_lost(reason)
 
-    def _set_problem(self, worker: _Worker, problem: str) -> None:
-        was_usable, worker.problem = worker.view() is not None, problem
-        self._note_change(worker, was_usable)
-
-    def _note_change(self, worker: _Worker, was_usable: bool) -> None:
-        is_usable = worker.view() is not None
-        if is_usable == was_usable:
-            return
-        name = f"{worker.info.role} worker {worker.url}" if worker.info else f"worker {worker.url}"
-        why = worker.problem or worker.barred
-        logger.info("%s %s", name, "is usable" if is_usable else f"is not usable: {why}")
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def _set_problem(self, worker: _Worker, problem: str, *, changed: bool = False) -> None:
+        if bool(problem) != bool(worker.problem):
+            changed = True
+            name = f"{worker.info.role} worker {worker.url}" if worker.info else f"worker {worker.url}"
+            logger.info("%s %s", name, f"is not usable: {problem}" if problem else "is usable")
+        worker.problem = problem
+        if changed:
+            self._changed.set()
+            self._changed = asyncio.Event()
 
 
 class StaticCluster(PolledCluster):

@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from tests.support.chart import CASES, CHART, EXTERNAL, MODEL, PROFILES, Helm, containers, find, pod_specs
+from tests.support.chart import CASES, CHART, MODEL, PROFILES, Helm, containers, find, pod_specs
 
 NEWEST = "1.37.0"
 DEMO = {"profile": "cpu-demo"}

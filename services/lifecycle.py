@@ -1,8 +1,8 @@
 """A service's life: listen, serve, drain with a deadline, stop.
 
 The first SIGTERM or SIGINT calls `on_drain` (not ready at once, no new work) and waits until `is_idle` or until
-the drain time is over; the listener stays open meanwhile, so that nobody is refused a connection before the
-routing has noticed. A second signal ends the wait.
+the drain time is over; kept connections are retired, and the listener stays open meanwhile, so that nobody is
+refused a connection before the routing has noticed. A second signal ends the wait.
 """
 
 from __future__ import annotations
@@ -43,6 +43,12 @@ class Listener(uvicorn.Server):
                 **options,
             )
         )
+
+    def retire_connections(self) -> None:
+        """Close those on which nothing runs, and the others after their answer: a client that keeps its connection
+        would come back to a process that is going, where one that connects anew is sent to another."""
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -100,6 +106,8 @@ async def serve(
             logger.error("stopping: %s", failure.result())
             return 1
         on_drain()
+        for listener, _ in listeners:
+            listener.retire_connections()
         deadline = loop.time() + drain_s
         while not is_idle() and loop.time() < deadline and signals < 2:  # noqa: ASYNC110 - many places change it
             await asyncio.sleep(POLL_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ class Api:
         self.url, self.token, self.ca_file = url, token, ca_file
         headers = {"authorization": f"Bearer {token}"}
         limits = httpx.Limits(max_connections=200)
-        self._http = httpx.Client(base_url=url, headers=headers, verify=str(ca_file), timeout=30, limits=limits)
+        self._http = httpx.Client(base_url=url, headers=headers, verify=_trusting(ca_file), timeout=30, limits=limits)
 
     def get(self, path: str, **query: Any) -> Object:
         return self._answer(self._http.get(path, params=query))
@@ -54,6 +55,12 @@ class Api:
                         break
                     yield event["type"], event["object"]
 
+    def is_ready(self) -> bool:
+        try:
+            return self._http.get("/readyz").status_code == 200
+        except httpx.HTTPError:
+            return False
+
     def close(self) -> None:
         self._http.close()
 
@@ -63,3 +70,7 @@ class Api:
             raise RuntimeError(f"{response.request.method} {response.request.url}: {response.text[:500]}")
         answer: Object = response.json()
         return answer
+
+
+def _trusting(ca_file: Path) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(ca_file))

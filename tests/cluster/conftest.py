@@ -27,8 +27,9 @@ NODES = ["node-a", "node-b"]
 MODEL = "SmolLM2-135M-Instruct"
 PROFILE: Object = {
     "profile": "cpu-demo",
-    # Pods share this machine's ports and cores: one listener's port for all decode workers would be taken.
-    "fabric": {"port": 0},
+    # Pods share the loopback interface. UCX listens on all of it, so each worker picks a port; and it connects only to
+    # the address that the interface has.
+    "fabric": {"port": 0, "advertise": "127.0.0.1"},
     "gateway": {"service": {"port": 8080}, "drainSeconds": 40},
     "prefill": {"drainSeconds": 40},
     "decode": {"drainSeconds": 40},
@@ -72,7 +73,9 @@ class Cluster:
             deployments = self.plane.api.get(f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments")["items"]
             wanted = sum(d["spec"]["replicas"] for d in deployments)
             pods = [pod for pod in self.pods() if pod["metadata"]["labels"]["kvbaton.io/role"] != "check"]
-            return len(pods) == wanted and all(ready(pod) for pod in pods)
+            gateways = [pod for pod in pods if pod["metadata"]["labels"]["kvbaton.io/role"] == "gateway"]
+            seen = len(self.services.endpoints(NAMESPACE, "kvbaton-gateway")) == len(gateways)
+            return seen and len(pods) == wanted and all(ready(pod) for pod in pods)
 
         wait(complete, ROLLED_OUT_S, "all pods are ready and no old ones are left")
 

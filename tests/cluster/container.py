@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.api import Object
+from tests.cluster.as_user import as_user
 
 TICK_S = 0.1
 FIRST_BACK_OFF_S = 10.0
@@ -176,16 +177,17 @@ class Container:
         command = [re.sub(r"0\.0\.0\.0(?=:\d)", self.around.address, word) for word in command]
         environ = {name: rewrite(text) for name, text in environ.items()}
         program = shutil.which(command[0], path=environ["PATH"]) or command[0]
-        identity = {} if self.around.user is None else {"user": self.around.user, "group": 0, "extra_groups": []}
+        command = [program, *command[1:]]
+        if self.around.user is not None:
+            command = as_user(self.around.user, command, self.around.cwd / "mounts")
         return subprocess.Popen(
-            [program, *command[1:]],
+            command,
             env=environ,
             cwd=self.around.cwd,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
-            **identity,  # type: ignore[arg-type]
         )
 
     def _probe_until_end(self, process: subprocess.Popen[bytes]) -> None:

@@ -16,7 +16,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
 import yaml
 
 from tests.cluster.api import Api
@@ -130,12 +129,8 @@ def _wait_ready(api: Api, process: subprocess.Popen[bytes], folder: Path) -> Non
     deadline = time.monotonic() + READY_S
     while True:
         _assert_running(process, folder)
-        try:
-            headers = {"authorization": f"Bearer {api.token}"}
-            if httpx.get(f"{api.url}/readyz", headers=headers, verify=str(api.ca_file)).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
+        if api.is_ready():
+            return
         assert time.monotonic() < deadline, f"the API server was not ready within {READY_S} s"
         time.sleep(0.1)
 

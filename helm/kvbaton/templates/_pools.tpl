@@ -30,7 +30,7 @@ model: {{ $model.path | quote }}
 served-model-name: {{ $model.name | quote }}
 listen: {{ printf "%s:%d" $values.listenHost (int .pool.port) | quote }}
 fabric-listen: {{ printf "%s:%d" $values.listenHost (ternary (int $values.fabric.port) 0 (eq .role "decode")) | quote }}
-advertise: $(POD_IP)
+advertise: {{ $values.fabric.advertise | quote }}
 secret-file: /etc/kvbaton/secret
 device: {{ .pool.device | default (ternary "cuda" "cpu" (not (empty (include "kvbaton.hasGpu" .pool)))) | quote }}
 drain-s: {{ .pool.drainSeconds }}

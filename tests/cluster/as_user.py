@@ -1,7 +1,7 @@
 """Running a command as the user that admission gave a pod, who has no entry in passwd and no home.
 
-The interpreter, its packages or the checkout may lie in a folder that only root may enter. Then the process gets a mount
-namespace in which that folder is an empty one with those paths in it. Needs root; without it pods run as the caller.
+The interpreter, its packages or the checkout may lie in a folder that only root may enter. Then the process gets a
+mount namespace in which that folder is an empty one with those paths in it. Needs root; without it pods run as the caller.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ def as_user(uid: int, command: list[str], scratch: Path) -> list[str]:
     closed = _closed_folders()
     if not closed:
         return drop
-    return ["unshare", "--mount", "--propagation=private", "sh", "-ec", f'{_opening(closed, scratch)}\nexec "$@"', "sh", *drop]
+    return [
+        "unshare",
+        "--mount",
+        "--propagation=private",
+        "sh",
+        "-ec",
+        f'{_opening(closed, scratch)}\nexec "$@"',
+        "sh",
+        *drop,
+    ]
 
 
 def _needed() -> list[Path]:

@@ -19,7 +19,7 @@ from tests.cluster import control_plane as plane
 from tests.cluster.api import Object
 from tests.cluster.control_plane import ControlPlane, control_plane
 from tests.cluster.kubelet import Kubelet, running, wait
-from tests.cluster.services import Services
+from tests.cluster.services import Services, is_ready
 from tests.support.chart import CHART, tools
 
 NAMESPACE = "serving"
@@ -75,7 +75,7 @@ class Cluster:
             pods = [pod for pod in self.pods() if pod["metadata"]["labels"]["kvbaton.io/role"] != "check"]
             gateways = [pod for pod in pods if pod["metadata"]["labels"]["kvbaton.io/role"] == "gateway"]
             seen = len(self.services.endpoints(NAMESPACE, "kvbaton-gateway")) == len(gateways)
-            return seen and len(pods) == wanted and all(ready(pod) for pod in pods)
+            return seen and len(pods) == wanted and all(is_ready(pod) for pod in pods)
 
         wait(complete, ROLLED_OUT_S, "all pods are ready and no old ones are left")
 
@@ -86,12 +86,6 @@ class Cluster:
     @property
     def admin_url(self) -> str:
         return f"http://{self.services.address(NAMESPACE, 'kvbaton-admin')}:8001"
-
-
-def ready(pod: Object) -> bool:
-    conditions = pod.get("status", {}).get("conditions") or []
-    is_ready = any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
-    return is_ready and not pod["metadata"].get("deletionTimestamp")
 
 
 def merged(base: Object, over: Object) -> Object:

@@ -1,6 +1,7 @@
-"""Services without kube-proxy or DNS: a TCP proxy a Service on an address of 127.2.0.0/16, towards its ready endpoints.
+"""Services without kube-proxy or DNS: a TCP proxy a Service on an address of 127.2.0.0/16, towards its endpoints.
 
-The endpoints are those of the real endpoints controller; each new connection goes to the next one.
+The API takes no loopback address into an Endpoints object, so the rule of its controller is applied here: pods that the
+selector matches, that are Ready and not being deleted. Each new connection goes to the next one.
 """
 
 from __future__ import annotations
@@ -51,30 +52,35 @@ class Services:
         return re.sub(r"//([a-z0-9-]+)(?=[:/]|$)", known, text)
 
     def _follow(self) -> None:
+        pods: dict[str, Object] = {}
         while not self._closed:
             try:
-                for kind, thing in self._api.follow("/api/v1/endpoints"):
-                    for endpoints in thing["items"] if kind == "LISTED" else [thing]:
-                        self._changed(kind, endpoints)
+                for kind, thing in self._api.follow("/api/v1/pods"):
+                    if kind == "LISTED":
+                        pods = {pod["metadata"]["uid"]: pod for pod in thing["items"]}
+                    elif kind == "DELETED":
+                        pods.pop(thing["metadata"]["uid"], None)
+                    else:
+                        pods[thing["metadata"]["uid"]] = thing
+                    self._update(list(pods.values()))
             except Exception as error:
                 if not self._closed:
                     print(f"services: {type(error).__name__}: {error}", flush=True)
                     threading.Event().wait(RETRY_S)
 
-    def _changed(self, kind: str, endpoints: Object) -> None:
-        metadata = endpoints["metadata"]
-        service = self._api.find(f"/api/v1/namespaces/{metadata['namespace']}/services/{metadata['name']}")
-        if service is None or kind == "DELETED":
-            for key in [key for key in self._targets if key[:2] == (metadata["namespace"], metadata["name"])]:
-                self._targets[key] = []
-            return
-        for port in service["spec"].get("ports", []):
-            key = (metadata["namespace"], metadata["name"], port["port"])
-            self._targets[key] = list(_ready(endpoints, port.get("name", "")))
-            if key not in self._listening:
-                self._listening.add(key)
-                address = self._addresses.setdefault(key[:2], f"127.2.0.{len(self._addresses) + 1}")
-                asyncio.run_coroutine_threadsafe(self._listen(key, address), self._loop).result(10)
+    def _update(self, pods: list[Object]) -> None:
+        services = self._api.get("/api/v1/services")["items"]
+        wanted = {}
+        for service in services:
+            metadata = service["metadata"]
+            for port in service["spec"].get("ports", []):
+                key = (metadata["namespace"], metadata["name"], port["port"])
+                wanted[key] = list(_endpoints(service, port, pods))
+                if key not in self._listening and service["spec"].get("selector"):
+                    self._listening.add(key)
+                    address = self._addresses.setdefault(key[:2], f"127.2.0.{len(self._addresses) + 1}")
+                    asyncio.run_coroutine_threadsafe(self._listen(key, address), self._loop).result(10)
+        self._targets = wanted
 
     async def _listen(self, key: tuple[str, str, int], address: str) -> None:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -85,7 +91,7 @@ class Services:
     async def _relay(
         self, key: tuple[str, str, int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        targets = self._targets[key]
+        targets = self._targets.get(key, [])
         if not targets:
             writer.close()  # a Service without endpoints takes no connection
             return
@@ -111,8 +117,24 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             writer.write_eof()
 
 
-def _ready(endpoints: Object, port_name: str) -> Iterator[tuple[str, int]]:
-    for subset in endpoints.get("subsets") or []:
-        for port in subset.get("ports", []):
-            if port.get("name", "") == port_name:
-                yield from ((address["ip"], port["port"]) for address in subset.get("addresses") or [])
+def _endpoints(service: Object, port: Object, pods: list[Object]) -> Iterator[tuple[str, int]]:
+    selector = service["spec"].get("selector") or {}
+    for pod in pods:
+        same_namespace = pod["metadata"]["namespace"] == service["metadata"]["namespace"]
+        labels = pod["metadata"].get("labels") or {}
+        if selector and same_namespace and selector.items() <= labels.items() and is_ready(pod):
+            yield pod["status"]["podIP"], _target_port(pod, port["targetPort"])
+
+
+def is_ready(pod: Object) -> bool:
+    """Ready, and not being deleted."""
+    conditions = pod.get("status", {}).get("conditions") or []
+    says_so = any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+    return says_so and not pod["metadata"].get("deletionTimestamp")
+
+
+def _target_port(pod: Object, wanted: int | str) -> int:
+    if isinstance(wanted, int):
+        return wanted
+    ports = [port for container in pod["spec"]["containers"] for port in container.get("ports", [])]
+    return int(next(port["containerPort"] for port in ports if port.get("name") == wanted))

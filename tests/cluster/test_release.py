@@ -12,9 +12,10 @@ import httpx
 import pytest
 
 from tests.cluster.api import Object
-from tests.cluster.conftest import MODEL, NAMESPACE, NODES, Cluster, merged, ready
+from tests.cluster.conftest import MODEL, NAMESPACE, NODES, Cluster, merged
 from tests.cluster.kubelet import wait
 from tests.cluster.load import Load
+from tests.cluster.services import is_ready
 
 pytestmark = pytest.mark.timeout(900)
 SETTLE_S = 60.0
@@ -173,7 +174,7 @@ def test_l_a_drained_node_fails_no_request(cluster: Cluster) -> None:
         cluster.run("kubectl", "drain", NODES[0], "--ignore-daemonsets", "--delete-emptydir-data", "--force",
                     "--timeout=300s")  # fmt: skip
         cluster.wait_rolled_out()
-    assert {pod["spec"]["nodeName"] for pod in cluster.pods() if ready(pod)} == {NODES[1]}
+    assert {pod["spec"]["nodeName"] for pod in cluster.pods() if is_ready(pod)} == {NODES[1]}
     cluster.run("kubectl", "uncordon", NODES[0])
 
 

@@ -28,10 +28,10 @@ async def test_kept_connections_end_at_once_and_busy_ones_after_their_answer() -
     sock = bind("127.0.0.1:0")
     port = sock.getsockname()[1]
     listener = Listener(Starlette(routes=[Route("/quick", quick), Route("/slow", slow)]), "127.0.0.1", port)
-    serving = asyncio.create_task(
-        serve([(listener, sock)], on_drain=lambda: None, is_idle=lambda: idle, drain_s=20.0)
-    )
+    serving = asyncio.create_task(serve([(listener, sock)], on_drain=lambda: None, is_idle=lambda: idle, drain_s=20.0))
     async with asyncio.timeout(20):
+        while not listener.started:  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(0.01)
         kept_reader, kept_writer = await asyncio.open_connection("127.0.0.1", port)
         kept_writer.write(GET % b"/quick")
         assert await kept_reader.readuntil(b"quick")

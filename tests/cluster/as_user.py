@@ -1,7 +1,8 @@
 """Running a command as the user that admission gave a pod, who has no entry in passwd and no home.
 
 The interpreter, its packages or the checkout may lie in a folder that only root may enter. Then the process gets a
-mount namespace in which that folder is an empty one with those paths in it. Needs root; without it pods run as the caller.
+mount namespace in which that folder is an empty one with those paths in it. Needs root; without it pods run as the
+caller.
 """
 
 from __future__ import annotations

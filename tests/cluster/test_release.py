@@ -70,6 +70,7 @@ def test_a_install_serves_a_chat(cluster: Cluster) -> None:
     body = {
         "model": MODEL,
         "max_tokens": 24,
+        "temperature": 0,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
     }
     response = httpx.post(f"{cluster.url}/v1/chat/completions", json=body, timeout=120)

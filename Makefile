@@ -3,13 +3,14 @@
 #   make demo    one chat request, end to end  CUDA=12|13       with cupy and the matching UCX build
 #   make serve   gateway + prefill + decode on this machine, until Ctrl-C
 #   make test    every test                    ARGS="-k name"   passed on to pytest (and to serve)
+#   make test-cluster   the chart on a real control plane, the image's steps; builds the control plane the first time
 #   make check   format, lint, types, layers
 #   make bench   benchmarks, JSON to build/bench
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo serve test check bench format lock clean
+.PHONY: setup demo serve test test-cluster check bench format lock clean
 
 setup: $(STAMP)
 
@@ -25,6 +26,10 @@ serve: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-cluster: $(STAMP)
+	scripts/build-control-plane
+	KVBATON_IMAGE_STEPS=1 $(BIN)/python -m pytest -x -s tests/cluster tests/image $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

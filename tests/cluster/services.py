@@ -27,15 +27,28 @@ class Services:
         self._turn = itertools.count()
         self._listening: set[tuple[str, str, int]] = set()
         self._loop = asyncio.new_event_loop()
+        self._runner = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._servers: list[asyncio.Server] = []
         self._closed = False
 
     def start(self) -> None:
-        for work in (self._loop.run_forever, self._follow):
-            threading.Thread(target=work, daemon=True).start()
+        threading.Thread(target=self._follow, daemon=True).start()
+        self._runner.start()
 
     def close(self) -> None:
         self._closed = True
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._runner.join(10)
+        self._loop.close()
+
+    async def _end(self) -> None:
+        for server in self._servers:
+            server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def address(self, namespace: str, name: str) -> str:
         return self._addresses[namespace, name]
@@ -86,7 +99,7 @@ class Services:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await self._relay(key, reader, writer)
 
-        await asyncio.start_server(serve, address, key[2])
+        self._servers.append(await asyncio.start_server(serve, address, key[2]))
 
     async def _relay(
         self, key: tuple[str, str, int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from services.gateway.worker_client import WorkerClient
 from services.protocol import Fingerprint, WorkerInfo, encode
 from tests.cluster.api import Object
 from tests.cluster.conftest import Cluster
+from tests.cluster.kubelet import wait
 
 SECRET = "a secret for tests only"
 SELECTOR = "app=workers,kvbaton.io/role in (prefill,decode)"
@@ -43,7 +45,7 @@ class Namespace:
         labels = {"app": app, "kvbaton.io/role": role}
         body = {"metadata": {"name": name, "labels": labels}, "spec": {"containers": [container]}}
         # Bound to a node that nobody plays: nothing but the test changes it.
-        body["spec"]["nodeName"] = "nobody"
+        body["spec"] |= {"nodeName": "nobody", "automountServiceAccountToken": False}
         pod = self.api.create(self.path, body)
         self.set_ready(name, is_ready, host)
         return pod
@@ -77,6 +79,7 @@ def namespace(cluster: Cluster, name: str, folder: Path) -> Iterator[Namespace]:
     folder.mkdir()
     (folder / "token").write_text(token)
     (folder / "ca.crt").write_text(api.ca_file.read_text())
+    wait(lambda: api.find(f"{accounts}/default"), WITHIN_S, "the namespace has its service account")
     yield Namespace(cluster, name, folder)
     api.delete(f"/api/v1/namespaces/{name}")
 
@@ -130,7 +133,7 @@ def urls(view: PodCluster) -> set[str]:
 
 @pytest.fixture
 def serving(cluster: Cluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Namespace]:
-    name = request.node.name.removeprefix("test_").replace("_", "-")[:50].rstrip("-")
+    name = re.sub(r"[^a-z]+", "-", request.node.name.removeprefix("test_"))[-50:].strip("-")
     with namespace(cluster, name, tmp_path / "credentials") as made:
         yield made
 

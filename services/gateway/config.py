@@ -75,7 +75,10 @@ class GatewayConfig(BaseModel):
     max_connections: int = Field(2048, ge=1, description="connections to all workers together")
 
     max_timelines: int = Field(1000, ge=0, description="finished requests whose timeline the admin API still shows")
-    drain_s: float = Field(30.0, ge=0, description="seconds running requests get after SIGTERM")
+    leave_s: float = Field(
+        0.0, ge=0, description="seconds after SIGTERM in which requests are still taken: until a load balancer noticed"
+    )
+    drain_s: float = Field(30.0, ge=0, description="seconds running requests get after that")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line logged")
 
     @field_validator("listen", "admin_listen")

@@ -28,6 +28,8 @@ class Gateway:
     def __init__(self, config: GatewayConfig, text: ModelText) -> None:
         self.config = config
         self.text = text
+        self.leaving = False
+        """Not ready, and still taking requests: who routes to this process has to notice first."""
         self.draining = False
         self.created = int(time.time())
         self.num_running = 0
@@ -68,6 +70,9 @@ class Gateway:
         await self._client.close()
         self.pool.close()
 
+    def leave(self) -> None:
+        self.leaving = True
+
     def drain(self) -> None:
         self.draining = True
 
@@ -76,7 +81,7 @@ class Gateway:
 
     @property
     def ready(self) -> bool:
-        return not self.draining and self._longest() > 0
+        return not self.leaving and not self.draining and self._longest() > 0
 
     def context_tokens(self) -> int:
         """Longest prompt + output there is room for now. Raises Unavailable when no worker could take any."""

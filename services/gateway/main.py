@@ -50,6 +50,8 @@ async def _main(config: GatewayConfig, public: socket.socket, admin: socket.sock
             on_drain=gateway.drain,
             is_idle=gateway.is_idle,
             drain_s=config.drain_s,
+            on_leave=gateway.leave,
+            leave_s=config.leave_s,
         )
     finally:
         await gateway.close()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import httpx
 
 TIMEOUT_S = 120.0
-MAX_TOKENS = 16
+MAX_TOKENS = 12
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Load:
 
     url: str
     model: str
-    num_clients: int = 3
+    num_clients: int = 2
     num_answered: int = 0
     failures: list[str] = field(default_factory=list)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)

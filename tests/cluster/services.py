@@ -7,7 +7,6 @@ selector matches, that are Ready and not being deleted. Each new connection goes
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import re
 import threading
@@ -122,12 +121,14 @@ class Services:
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Bytes one way until that way ends; then the other side is told."""
-    with contextlib.suppress(OSError):
+    try:
         while chunk := await reader.read(65536):
             writer.write(chunk)
             await writer.drain()
         if writer.can_write_eof():
             writer.write_eof()
+    except OSError:
+        writer.transport.abort()  # broken off on one side is broken off on the other
 
 
 def _endpoints(service: Object, port: Object, pods: list[Object]) -> Iterator[tuple[str, int]]:

@@ -93,14 +93,14 @@ def test_shared_memory_is_in_the_memory_limit(helm: Helm) -> None:
     assert {"name": "shm", "mountPath": "/dev/shm"} in _worker(docs, "decode")["volumeMounts"]
 
 
-def test_grace_is_longer_than_prestop_and_drain(helm: Helm) -> None:
-    docs = helm.render(DEMO | {"gateway": {"drainSeconds": 100, "preStopSeconds": 7}})
+def test_grace_is_longer_than_leaving_and_drain(helm: Helm) -> None:
+    docs = helm.render(DEMO | {"gateway": {"drainSeconds": 100, "leaveSeconds": 7}})
     for role in ("gateway", "prefill", "decode"):
         spec = find(docs, "Deployment", f"kvbaton-{role}")["spec"]["template"]["spec"]
         (container,) = spec["containers"]
-        (drain,) = [arg.partition("=")[2] for arg in container["args"] if arg.startswith("--drain-s=")]
-        pre_stop = container["lifecycle"]["preStop"]["exec"]["command"][1]
-        assert spec["terminationGracePeriodSeconds"] > int(drain) + int(pre_stop)
+        flags = dict(arg.removeprefix("--").partition("=")[::2] for arg in container["args"])
+        before = flags["leave-s"] if role == "gateway" else container["lifecycle"]["preStop"]["exec"]["command"][1]
+        assert spec["terminationGracePeriodSeconds"] > int(flags["drain-s"]) + int(before)
 
 
 def test_liveness_asks_what_a_loading_worker_answers_and_startup_has_half_an_hour(helm: Helm) -> None:

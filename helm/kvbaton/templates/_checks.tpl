@@ -7,8 +7,9 @@
 {{- range $role := list "gateway" "prefill" "decode" }}
 {{- $block := get $.Values $role }}
 {{- $grace := int $block.terminationGracePeriodSeconds }}
-{{- $least := add (int $block.preStopSeconds) (int $block.drainSeconds) | int }}
-{{- if and $grace (le $grace $least) }}{{ fail (printf "%s.terminationGracePeriodSeconds is %d: it must be more than preStopSeconds + drainSeconds = %d, or running requests are killed" $role $grace $least) }}{{ end }}
+{{- $first := ternary "leaveSeconds" "preStopSeconds" (eq $role "gateway") }}
+{{- $least := add (int (get $block $first)) (int $block.drainSeconds) | int }}
+{{- if and $grace (le $grace $least) }}{{ fail (printf "%s.terminationGracePeriodSeconds is %d: it must be more than %s + drainSeconds = %d, or running requests are killed" $role $grace $first $least) }}{{ end }}
 {{- $rollout := $block.rollout }}
 {{- if ne $role "gateway" }}{{ $rollout = include "kvbaton.rollout" $block | fromYaml }}{{ end }}
 {{- if and (has (toString $rollout.maxSurge) (list "0" "0%")) (has (toString $rollout.maxUnavailable) (list "0" "0%")) }}{{ fail (printf "%s.rollout: maxSurge and maxUnavailable are both 0, so that no rollout could ever go on" $role) }}{{ end }}
@@ -26,7 +27,7 @@
 {{- end }}
 
 {{- define "kvbaton.reservedSettings" -}}
-model served-model-name listen admin-listen fabric fabric-listen advertise secret secret-file device dtype kv-cache-gib drain-s role workers worker-selector worker-namespace api-credentials public-metrics
+model served-model-name listen admin-listen fabric fabric-listen advertise secret secret-file device dtype kv-cache-gib leave-s drain-s role workers worker-selector worker-namespace api-credentials public-metrics
 {{- end }}
 
 {{- define "kvbaton.profile" -}}

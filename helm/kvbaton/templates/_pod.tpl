@@ -60,7 +60,7 @@ livenessProbe:
 {{- end }}
 
 {{- define "kvbaton.grace" -}}
-{{- $least := add .preStopSeconds .drainSeconds | int -}}
+{{- $least := add (.leaveSeconds | default .preStopSeconds | default 0) .drainSeconds | int -}}
 {{- .terminationGracePeriodSeconds | int | default (add $least 15 | int) -}}
 {{- end }}
 

@@ -38,6 +38,7 @@ class Listener(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 self._answer,
+                interface="asgi3",
                 host=host,
                 port=port,
                 lifespan="off",

@@ -23,15 +23,15 @@ class Server:
     def __init__(self) -> None:
         self.arrived, self.answer, self.is_idle = asyncio.Event(), asyncio.Event(), False
         self.said: list[str] = []
-        self._sock = bind("127.0.0.1:0")
-        self.port = self._sock.getsockname()[1]
+        self.sock = bind("127.0.0.1:0")
+        self.port = self.sock.getsockname()[1]
         routes = [Route("/quick", self._quick), Route("/slow", self._slow)]
         self._listener = Listener(Starlette(routes=routes), "127.0.0.1", self.port)
 
     async def start(self, leave_s: float) -> asyncio.Task[int]:
         serving = asyncio.create_task(
             serve(
-                [(self._listener, self._sock)],
+                [(self._listener, self.sock)],
                 on_leave=lambda: self.said.append("leave"),
                 on_drain=lambda: self.said.append("drain"),
                 is_idle=lambda: self.is_idle,
@@ -61,14 +61,15 @@ async def connected(server: Server) -> AsyncIterator[tuple[asyncio.StreamReader,
         writer.close()
 
 
-@pytest.fixture(autouse=True)
-async def bounded() -> AsyncIterator[None]:
-    async with asyncio.timeout(30):
-        yield
-
-
-async def test_in_a_drain_kept_connections_end_at_once_and_busy_ones_after_their_answer() -> None:
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
     server = Server()
+    with server.sock:
+        async with asyncio.timeout(30):
+            yield server
+
+
+async def test_in_a_drain_kept_connections_end_at_once_and_busy_ones_after_their_answer(server: Server) -> None:
     serving = await server.start(leave_s=0.0)
     async with connected(server) as (kept, kept_writer), connected(server) as (busy, busy_writer):
         kept_writer.write(GET % b"/quick")
@@ -88,8 +89,7 @@ async def test_in_a_drain_kept_connections_end_at_once_and_busy_ones_after_their
         assert await serving == 0
 
 
-async def test_while_leaving_each_connection_is_closed_by_its_next_answer_and_says_so() -> None:
-    server = Server()
+async def test_while_leaving_each_connection_is_closed_by_its_next_answer_and_says_so(server: Server) -> None:
     serving = await server.start(leave_s=60.0)
     async with connected(server) as (kept, kept_writer):
         kept_writer.write(GET % b"/quick")

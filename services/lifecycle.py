@@ -33,7 +33,7 @@ class Listener(uvicorn.Server):
 
     def __init__(self, app: Any, host: str, port: int, **options: Any) -> None:
         self.closes_connections = False
-        """After each answer."""
+        """After the answer to each request that comes from now on."""
         self._app = app
         super().__init__(
             uvicorn.Config(
@@ -58,8 +58,12 @@ class Listener(uvicorn.Server):
             connection.shutdown()
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        if not self.closes_connections or scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
         async def closing(message: Any) -> None:
-            if self.closes_connections and message["type"] == "http.response.start":
+            if message["type"] == "http.response.start":
                 message = message | {"headers": [*message["headers"], (b"connection", b"close")]}
             await send(message)
 

@@ -28,6 +28,7 @@ class Services:
         self._loop = asyncio.new_event_loop()
         self._runner = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._servers: list[asyncio.Server] = []
+        self._relays: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def start(self) -> None:
@@ -96,7 +97,13 @@ class Services:
 
     async def _listen(self, key: tuple[str, str, int], address: str) -> None:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._relay(key, reader, writer)
+            task = asyncio.current_task()
+            assert task is not None
+            self._relays.add(task)  # the loop itself holds tasks weakly
+            try:
+                await self._relay(key, reader, writer)
+            finally:
+                self._relays.discard(task)
 
         self._servers.append(await asyncio.start_server(serve, address, key[2]))
 

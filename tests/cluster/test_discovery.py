@@ -15,20 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from services.gateway import pod_cluster
 from services.gateway.pod_cluster import PodApi, PodCluster
 from services.gateway.worker_client import WorkerClient
-from services.protocol import Fingerprint, WorkerInfo, encode
 from tests.cluster.api import Object
 from tests.cluster.conftest import Cluster
 from tests.cluster.kubelet import wait
+from tests.support.described_worker import until, worker
 
 SECRET = "a secret for tests only"
 SELECTOR = "app=workers,kvbaton.io/role in (prefill,decode)"
 WITHIN_S = 20.0
-FINGERPRINT = Fingerprint(wire_version=1, model="m", dtype="float32", num_layers=2, num_kv_heads=2, head_dim=16)
 IMAGE = {"name": "worker", "image": "none"}
 
 
@@ -85,27 +83,6 @@ def namespace(cluster: Cluster, name: str, folder: Path) -> Iterator[Namespace]:
 
 
 @asynccontextmanager
-async def worker(role: str) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-    """URL of a server that describes itself as a worker, and the fields it says."""
-    says: dict[str, Any] = {"role": role, "incarnation": f"{role}-1", "state": "ready"}
-
-    async def info(_: web.Request) -> web.Response:
-        fields = says | {"model_name": "m", "fingerprint": FINGERPRINT, "capacity_tokens": 64, "num_blocks": 4}
-        return web.Response(body=encode(WorkerInfo(**fields)))
-
-    app = web.Application()
-    app.router.add_get("/v1/worker", info)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}", says
-    finally:
-        await runner.cleanup()
-
-
-@asynccontextmanager
 async def following(cluster: Cluster, where: Namespace, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PodCluster]:
     host, _, port = cluster.plane.api.url.removeprefix("https://").rpartition(":")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
@@ -118,13 +95,6 @@ async def following(cluster: Cluster, where: Namespace, monkeypatch: pytest.Monk
     finally:
         await view.close()
         await client.close()
-
-
-async def until(condition: Any, what: str) -> None:
-    async with asyncio.timeout(WITHIN_S):
-        while not condition():  # noqa: ASYNC110 - many things change it
-            await asyncio.sleep(0.02)
-    assert condition(), what
 
 
 def urls(view: PodCluster) -> set[str]:

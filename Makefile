@@ -6,6 +6,7 @@
 #   make soak    1,000 random fault schedules, totals at the end    ARGS="--schedules 50 --seed 7"
 #   make fuzz    every decoder of network bytes, a bounded time each    FUZZ_SECONDS=60
 #   make test-kernels   the CPU kernels under address and undefined behaviour sanitizers, then in AVX2
+#   make test-cluster   the chart on a real control plane, the image's steps; builds the control plane the first time
 #   make check   format, lint, types, layers
 #   make bench   benchmarks, JSON to build/bench
 #   make bench-peers   against vLLM and llama.cpp, where ARGS="--install vllm llama" has put them
@@ -13,7 +14,7 @@
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo serve test test-kernels soak fuzz check bench bench-peers format lock clean
+.PHONY: setup demo serve test test-kernels test-cluster soak fuzz check bench bench-peers format lock clean
 
 setup: $(STAMP)
 
@@ -39,6 +40,10 @@ fuzz: $(STAMP)
 
 test-kernels: $(STAMP)
 	PYTHON=$(BIN)/python scripts/test-kernels $(ARGS)
+
+test-cluster: $(STAMP)
+	scripts/build-control-plane
+	KVBATON_IMAGE_STEPS=1 $(BIN)/python -m pytest -x -s tests/cluster tests/image $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

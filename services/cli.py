@@ -10,11 +10,13 @@ from importlib.metadata import version
 from pydantic import BaseModel
 
 from services import settings
+from services.check import CheckConfig
 from services.gateway.config import GatewayConfig
 from services.serve.config import ServeConfig
 from services.worker.config import WorkerConfig
 
-ALL_NAMES = frozenset({*WorkerConfig.model_fields, *GatewayConfig.model_fields, *ServeConfig.model_fields})
+CONFIGS = (WorkerConfig, GatewayConfig, ServeConfig, CheckConfig)
+ALL_NAMES = frozenset(name for config in CONFIGS for name in config.model_fields)
 """Setting names of every process: an environment may be shared by several of them."""
 
 
@@ -40,6 +42,8 @@ def _parser() -> argparse.ArgumentParser:
     ):
         worker = _command(commands, role, text, WorkerConfig, skip=("role",))
         worker.set_defaults(run=_worker)
+    check = _command(commands, "check", "one chat request, which must have moved KV between workers", CheckConfig)
+    check.set_defaults(run=_check)
     _add_model(commands)
     _add_key(commands)
     return parser
@@ -96,6 +100,12 @@ def _worker(args: argparse.Namespace) -> int:
 
     prog = f"kvbaton {args.command}"
     return run(settings.load(WorkerConfig, args, prog=prog, known=ALL_NAMES, role=args.command))
+
+
+def _check(args: argparse.Namespace) -> int:
+    from services.check import run
+
+    return run(settings.load(CheckConfig, args, prog="kvbaton check", known=ALL_NAMES))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """A service's life: listen, serve, drain with a deadline, stop.
 
-The first SIGTERM or SIGINT calls `on_drain` (not ready at once, no new work) and waits until `is_idle` or until
-the drain time is over; the listener stays open meanwhile, so that nobody is refused a connection before the
-routing has noticed. A second signal ends the wait.
+    serving --SIGTERM--> leaving (leave_s): not ready, new work is taken, every answer closes its connection
+            --> draining (drain_s): no new work, until idle --> stopped
+
+While a process is leaving, whoever routes to it takes notice, and clients that keep connections come back over new
+ones, which lead elsewhere. The listener stays open to the end: nobody is refused a connection. A second signal ends
+both waits.
 """
 
 from __future__ import annotations
@@ -29,9 +32,13 @@ class Listener(uvicorn.Server):
     """One HTTP listener inside a loop that others share: leaves signals to `serve`."""
 
     def __init__(self, app: Any, host: str, port: int, **options: Any) -> None:
+        self.closes_connections = False
+        """After the answer to each request that comes from now on."""
+        self._app = app
         super().__init__(
             uvicorn.Config(
-                app,
+                self._answer,
+                interface="asgi3",
                 host=host,
                 port=port,
                 lifespan="off",
@@ -43,6 +50,24 @@ class Listener(uvicorn.Server):
                 **options,
             )
         )
+
+    def end_connections(self) -> None:
+        """Close those on which nothing runs, and the others after their answer."""
+        self.closes_connections = True
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        if not self.closes_connections or scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def closing(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = message | {"headers": [*message["headers"], (b"connection", b"close")]}
+            await send(message)
+
+        await self._app(scope, receive, closing)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -78,6 +103,8 @@ async def serve(
     on_drain: Callable[[], None],
     is_idle: Callable[[], bool],
     drain_s: float,
+    on_leave: Callable[[], None] = lambda: None,
+    leave_s: float = 0.0,
     failure: asyncio.Future[str] | None = None,
 ) -> int:
     """Run until told to stop. Returns the exit status: 0 after a stop, 1 after `failure` was set."""
@@ -99,7 +126,15 @@ async def serve(
         if failure is not None and failure.done():
             logger.error("stopping: %s", failure.result())
             return 1
+        on_leave()
+        for listener, _ in listeners:
+            listener.closes_connections = True
+        deadline = loop.time() + leave_s
+        while loop.time() < deadline and signals < 2:  # noqa: ASYNC110 - two things end it
+            await asyncio.sleep(POLL_S)
         on_drain()
+        for listener, _ in listeners:
+            listener.end_connections()
         deadline = loop.time() + drain_s
         while not is_idle() and loop.time() < deadline and signals < 2:  # noqa: ASYNC110 - many places change it
             await asyncio.sleep(POLL_S)

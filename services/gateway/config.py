@@ -21,7 +21,15 @@ class GatewayConfig(BaseModel):
     served_model_name: str | None = Field(None, description="name clients use; default: the directory's name")
     listen: str = Field("127.0.0.1:8000", description="host:port of the public OpenAI API; port 0 picks one")
     admin_listen: str = Field("127.0.0.1:8001", description="host:port of the admin API (metrics, debug)")
-    workers: list[str] = Field(description="base URLs of all workers, whatever their role: http://host:port")
+    workers: list[str] = Field([], description="base URLs of all workers, whatever their role: http://host:port")
+    worker_selector: str | None = Field(
+        None, description="instead of workers: Kubernetes label selector of the pods that are workers"
+    )
+    worker_namespace: str | None = Field(None, description="Kubernetes namespace of those pods")
+    api_credentials: Path = Field(
+        Path("/var/run/secrets/kubernetes.io/serviceaccount"),
+        description="folder with the token and ca.crt for the Kubernetes API",
+    )
     secret: SecretStr | None = Field(None, json_schema_extra={"secret": True})
     secret_file: Path | None = Field(None, description="file with the secret that all processes of a system share")
     public_metrics: bool = Field(True, description="serve /metrics on the public port too")
@@ -90,7 +98,10 @@ class GatewayConfig(BaseModel):
     max_connections: int = Field(2048, ge=1, description="connections to all workers together")
 
     max_timelines: int = Field(1000, ge=0, description="finished requests whose timeline the admin API still shows")
-    drain_s: float = Field(30.0, ge=0, description="seconds running requests get after SIGTERM")
+    leave_s: float = Field(
+        0.0, ge=0, description="seconds after SIGTERM in which requests are still taken: until a load balancer noticed"
+    )
+    drain_s: float = Field(30.0, ge=0, description="seconds running requests get after that")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line logged")
 
     @field_validator("listen", "admin_listen")
@@ -102,8 +113,6 @@ class GatewayConfig(BaseModel):
     @field_validator("workers")
     @classmethod
     def _are_urls(cls, value: list[str]) -> list[str]:
-        if not value:
-            raise ValueError("at least one worker is needed")
         urls = [url.rstrip("/") for url in value]
         for url in urls:
             parts = urlsplit(url)
@@ -114,13 +123,13 @@ class GatewayConfig(BaseModel):
         return urls
 
     @model_validator(mode="after")
-    def _has_both_or_neither(self) -> Self:
+    def _is_consistent(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls-cert and tls-key come together")
-        return self
-
-    @model_validator(mode="after")
-    def _has_secret(self) -> Self:
+        if bool(self.workers) == bool(self.worker_selector):
+            raise ValueError("give either workers or worker-selector: where the gateway finds its workers")
+        if self.worker_selector and not self.worker_namespace:
+            raise ValueError("worker-selector needs worker-namespace")
         auth.read_secret(self.secret.get_secret_value() if self.secret else None, self.secret_file)
         return self
 

@@ -14,7 +14,7 @@ from prometheus_client import Metric
 
 from services.gateway.admission import Admission
 from services.gateway.attempt import AttemptSettings
-from services.gateway.cluster import StaticCluster
+from services.gateway.cluster import PolledCluster, StaticCluster
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import Unavailable
 from services.gateway.handoff import Handoffs
@@ -40,6 +40,8 @@ class Gateway:
         self.text = text
         source = text.template.source if text.template is not None else ""
         self.output_format = OutputFormat.of(source, config.tool_parser, config.reasoning_parser)
+        self.leaving = False
+        """Not ready, and still taking requests: who routes to this process has to notice first."""
         self.draining = False
         self.created = int(time.time())
         self.num_running = 0
@@ -57,9 +59,7 @@ class Gateway:
             info_timeout_s=config.poll_timeout_s,
             max_connections=config.max_connections,
         )
-        self.cluster = StaticCluster(
-            config.workers, self._client, poll_s=config.poll_s, lost_after_s=config.lost_after_s
-        )
+        self.cluster = _cluster(config, self._client)
         self.handoffs = Handoffs(
             self._client,
             self.cluster,
@@ -72,7 +72,8 @@ class Gateway:
 
     @classmethod
     async def create(cls, config: GatewayConfig) -> Gateway:
-        """Load the text side on a thread, then build. Raises ConfigError, TokenizerError, TemplateError."""
+        """Load the text side on a thread, then build.
+        Raises ConfigError, TokenizerError, TemplateError, DiscoveryError."""
         use_defaults = config.generation_config == "auto"
         text = await asyncio.to_thread(ModelText.load, config.model, config.chat_template, use_defaults=use_defaults)
         return cls(config, text)
@@ -99,6 +100,9 @@ class Gateway:
         await self._client.close()
         self.pool.close()
 
+    def leave(self) -> None:
+        self.leaving = True
+
     def drain(self) -> None:
         self.draining = True
 
@@ -107,7 +111,7 @@ class Gateway:
 
     @property
     def ready(self) -> bool:
-        return not self.draining and self._longest() > 0
+        return not self.leaving and not self.draining and self._longest() > 0
 
     def context_tokens(self) -> int:
         """Longest prompt + output there is room for now. Raises Unavailable when no worker could take any."""
@@ -145,3 +149,19 @@ class Gateway:
         for worker in self.cluster.workers():
             usable[worker.info.role,] += 1
         yield labelled_gauge("usable_workers", "Workers that can be given work", ["role"], usable)
+
+
+def _cluster(config: GatewayConfig, client: WorkerClient) -> PolledCluster:
+    if config.worker_selector is None:
+        return StaticCluster(config.workers, client, poll_s=config.poll_s, lost_after_s=config.lost_after_s)
+    from services.gateway.pod_cluster import PodCluster  # brings the Kubernetes client along
+
+    assert config.worker_namespace is not None, "validated"
+    return PodCluster(
+        config.worker_namespace,
+        config.worker_selector,
+        config.api_credentials,
+        client,
+        poll_s=config.poll_s,
+        lost_after_s=config.lost_after_s,
+    )

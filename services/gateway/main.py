@@ -12,6 +12,7 @@ import uvloop
 from engine.errors import ConfigError
 from services import logs
 from services.gateway.app import create_admin_app, create_public_app
+from services.gateway.cluster import DiscoveryError
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway
 from services.gateway.http_protocol import BoundedHeads
@@ -32,7 +33,7 @@ def run(config: GatewayConfig) -> int:
             return uvloop.run(_main(config, public, admin))
         except OSError as error:
             logger.error("%s", error.strerror or error)
-        except (ConfigError, TokenizerError, TemplateError, KeyFileError) as error:
+        except (ConfigError, TokenizerError, TemplateError, KeyFileError, DiscoveryError) as error:
             logger.error("%s", error)
     return 1
 
@@ -60,6 +61,8 @@ async def _main(config: GatewayConfig, public: socket.socket, admin: socket.sock
             on_drain=gateway.drain,
             is_idle=gateway.is_idle,
             drain_s=config.drain_s,
+            on_leave=gateway.leave,
+            leave_s=config.leave_s,
         )
     finally:
         await gateway.close()

@@ -135,7 +135,7 @@ def test_odd_shapes_and_block_sizes_equal_the_oracle_and_the_aggregated_mode(
     model = make_tiny_model(tmp_path / "tiny", **shape)
     reference = load_reference(model)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    flags = ["--max-batch-tokens", "48", "--max-num-seqs", "8"]
+    flags = ["--max-batch-tokens", "48", "--max-num-seqs", "8", "--dtype", "float32"]
 
     def sized(block: int) -> list[str]:
         return [*flags, "--block-size", str(block), "--num-blocks", str(1024 // block)]

@@ -32,10 +32,14 @@ class Peer:
         )
         self._events: queue.Queue[dict[str, Any]] = queue.Queue()
         self._errors: list[str] = []
-        self._threads = [threading.Thread(target=target) for target in (self._read, self._read_errors)]
+        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._read, self._read_errors)]
         for thread in self._threads:
             thread.start()
-        self.address = self.wait("address" if role == "receiver" else "started").get("address", "")
+        try:
+            self.address = self.wait("address" if role == "receiver" else "started").get("address", "")
+        except AssertionError:
+            self.kill()
+            raise
 
     def _read(self) -> None:
         assert self.process.stdout is not None

@@ -47,24 +47,35 @@ async def connect(num_endpoints: int, num_rounds: int) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as listener:  # noqa: ASYNC220 - started before anything else
         assert listener.stdin is not None
         assert listener.stdout is not None
-        address = listener.stdout.readline().strip()
-        plane = UcxPlane()
-        async with asyncio.timeout(DEADLINE_S):
-            for turn in range(num_rounds):
-                connections = await asyncio.gather(*(plane.connect(address) for _ in range(num_endpoints)))
-                first = turn * num_endpoints
-                await asyncio.gather(*(_send(c, first + i) for i, c in enumerate(connections)))
-                listener.stdin.write(f"{first + num_endpoints}\n")
-                listener.stdin.flush()
-                assert int(await asyncio.to_thread(listener.stdout.readline)) == first + num_endpoints
-                for connection in connections:
-                    connection.abort()
-            await plane.close()
-        listener.stdin.close()
-        assert listener.wait(10) == 0, "the listener ended by itself"
+        try:
+            address = listener.stdout.readline().strip()
+            async with asyncio.timeout(DEADLINE_S):
+                await _rounds(address, listener, num_endpoints, num_rounds)
+            listener.stdin.close()
+            assert listener.wait(10) == 0, "the listener ended by itself"
+        finally:
+            listener.kill()
 
 
-async def _send(connection: Connection, number: int) -> None:
+async def _rounds(address: str, listener: subprocess.Popen[str], num_endpoints: int, num_rounds: int) -> None:
+    assert listener.stdin is not None
+    assert listener.stdout is not None
+    plane = UcxPlane()
+    try:
+        for turn in range(num_rounds):
+            connections = await asyncio.gather(*(plane.connect(address) for _ in range(num_endpoints)))
+            first = turn * num_endpoints
+            await asyncio.gather(*(_message(c, first + i) for i, c in enumerate(connections)))
+            listener.stdin.write(f"{first + num_endpoints}\n")
+            listener.stdin.flush()
+            assert int(await asyncio.to_thread(listener.stdout.readline)) == first + num_endpoints
+            for connection in connections:
+                connection.abort()
+    finally:
+        await plane.close()
+
+
+async def _message(connection: Connection, number: int) -> None:
     await connection.send(np.array([number], dtype=np.uint64).view(np.uint8), Channel.CONTROL)
 
 

@@ -149,15 +149,17 @@ class Sender:
 
 async def main(role: str, port: str, incarnation: str) -> None:
     plane = UcxPlane(port=int(port))
-    peer: Receiver | Sender = (Receiver if role == "receiver" else Sender)(plane, incarnation)
-    await peer.start()
-    lines = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    while line := await lines.readline():
-        command = json.loads(line)
-        getattr(peer, command.pop("do"))(**command)
-    await peer.close()
-    await plane.close()
+    try:
+        peer: Receiver | Sender = (Receiver if role == "receiver" else Sender)(plane, incarnation)
+        await peer.start()
+        lines = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+        while line := await lines.readline():
+            command = json.loads(line)
+            getattr(peer, command.pop("do"))(**command)
+        await peer.close()
+    finally:
+        await plane.close()  # without it the process would never end
 
 
 if __name__ == "__main__":

@@ -86,6 +86,7 @@ class Attempt:
             local_prefill_max_tokens=self._settings.local_prefill_max_tokens,
         )
         called = _now()
+        self.job.decoded_by = decode.info.incarnation
         self._add("decode", decode, self._client.generate(decode.url, request))
         _, first = await self._inbox.take_one()
         self.record.reserve_s = _now() - called

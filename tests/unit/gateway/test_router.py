@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from services.gateway.router import Needs, NoRoute, Route, WorkerView, choose, longest_request
@@ -118,3 +119,12 @@ def test_the_longest_request_is_what_some_decode_side_holds() -> None:
     ]
     assert longest_request(workers) == 70
     assert longest_request(workers[:1]) == 0
+
+
+def test_a_worker_that_has_the_prompt_already_is_asked_first_while_it_has_room() -> None:
+    workers = [worker("d1", "decode", assigned=5), worker("d2", "decode"), worker("p", "prefill")]
+    near = replace(NEEDS, near="d1")
+    assert names(choose(workers, NEEDS)) == ("d2", "p")
+    assert names(choose(workers, near)) == ("d1", "p")
+    assert names(choose(workers, near, busy={"d1"})) == ("d2", "p")
+    assert names(choose(workers, near, avoid={"d1"})) == ("d2", "p")

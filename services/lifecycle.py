@@ -82,12 +82,15 @@ def parse_address(text: str) -> tuple[str, int]:
     return host.strip("[]") or "0.0.0.0", int(port)
 
 
-def bind(address: str) -> socket.socket:
-    """A listening socket; OSError names the address."""
+def bind(address: str, *, reuse_port: bool = False) -> socket.socket:
+    """A listening socket; OSError names the address. `reuse_port`: other processes may listen on it too, and the
+    kernel shares connections out."""
     host, port = parse_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if reuse_port:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         sock.bind((host, port))
     except OSError as error:

@@ -103,6 +103,7 @@ class Attempt:
             local_prefill_max_tokens=0 if self._source else self._settings.local_prefill_max_tokens,
         )
         called = _now()
+        self.job.decoded_by = decode.info.incarnation
         self._add("decode", decode, self._client.generate(decode.url, request))
         _, first = await self._inbox.take_one()
         self.record.path = self.path

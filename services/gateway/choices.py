@@ -52,9 +52,11 @@ async def _side_by_side(run: Run, choices: Sequence[Choice], num_per_prompt: int
     arrived: asyncio.Queue[Step | BaseException] = asyncio.Queue(MAX_WAITING)
 
     async def pump(choice: Choice, prompt_is_cached: asyncio.Event) -> None:
+        leader = choices[choice.index - choice.index % num_per_prompt]
         try:
-            if choice.index % num_per_prompt:
+            if choice is not leader:
                 await prompt_is_cached.wait()
+                choice.job.near = leader.job.decoded_by
             async with aclosing(_steps(run, choice)) as steps:
                 async for step in steps:
                     if len(choice.job.output_token_ids) >= TOKENS_OF_LEADER:

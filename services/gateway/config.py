@@ -20,6 +20,7 @@ class GatewayConfig(BaseModel):
     model: Path = Field(description="Hugging Face model directory: tokenizer, chat template and config are read")
     served_model_name: str | None = Field(None, description="name clients use; default: the directory's name")
     listen: str = Field("127.0.0.1:8000", description="host:port of the public OpenAI API; port 0 picks one")
+    reuse_port: bool = Field(False, description="let other gateway processes listen on the same port")
     admin_listen: str = Field("127.0.0.1:8001", description="host:port of the admin API (metrics, debug)")
     workers: list[str] = Field([], description="base URLs of all workers, whatever their role: http://host:port")
     worker_selector: str | None = Field(

@@ -29,6 +29,10 @@ class Job:
     timeline: Timeline
     cache_domain: bytes = b""
     """Requests of different domains never share cached KV."""
+    near: str = ""
+    """Incarnation of the decode worker that another choice has brought the prompt's KV to."""
+    decoded_by: str = ""
+    """Incarnation of the decode worker it was last given to."""
     output_token_ids: list[int] = field(default_factory=list)
     """Every output token so far, each once; what the client has been given, or is about to be."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -47,6 +51,7 @@ class Job:
             num_computed_tokens=num_prompt + len(self.output_token_ids),
             num_total_tokens=num_prompt + self.sampling.max_tokens,
             one_token=left == 1,
+            near=self.near,
         )
 
     def take(self, frame: Tokens) -> NewTokens:

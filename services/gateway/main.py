@@ -29,7 +29,8 @@ def run(config: GatewayConfig) -> int:
     logs.configure("gateway", config.log_level)
     with ExitStack() as stack:
         try:
-            public, admin = (stack.enter_context(bind(at)) for at in (config.listen, config.admin_listen))
+            public = stack.enter_context(bind(config.listen, reuse_port=config.reuse_port))
+            admin = stack.enter_context(bind(config.admin_listen))
             return uvloop.run(_main(config, public, admin))
         except OSError as error:
             logger.error("%s", error.strerror or error)

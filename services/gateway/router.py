@@ -55,6 +55,8 @@ class Needs:
     """Prompt and all the output there may be."""
     one_token: bool = False
     """Only one more output token is wanted."""
+    near: str = ""
+    """Incarnation of the decode worker that has the prompt's KV already: asked first."""
 
 
 def choose(
@@ -85,7 +87,7 @@ def choose(
     decodes = [worker for worker in fitting if worker.info.incarnation not in avoid] or fitting
     if not decodes:
         return NoRoute("no decode worker that can hold this request is ready", all_busy=False)
-    return _pair(decodes, prefills, busy)
+    return _pair(sorted(_free(decodes, busy), key=lambda worker: _decode_order(worker, needs.near)), prefills, busy)
 
 
 def choose_successor(
@@ -111,7 +113,8 @@ def _least_loaded_prefill(prefills: Sequence[WorkerView], busy: Collection[str])
 
 
 def _pair(decodes: Sequence[WorkerView], prefills: Sequence[WorkerView], busy: Collection[str]) -> Route | NoRoute:
-    for decode in sorted(_free(decodes, busy), key=_decode_order):
+    """`decodes` in the order in which they are to be asked."""
+    for decode in decodes:
         if decode.info.role == "both":
             return Route(decode, None, "the worker serves whole requests")
         matching = [worker for worker in prefills if _difference(worker, decode) is None]
@@ -145,10 +148,10 @@ def _free(workers: Iterable[WorkerView], busy: Collection[str]) -> list[WorkerVi
     return [worker for worker in workers if worker.info.incarnation not in busy]
 
 
-def _decode_order(worker: WorkerView) -> tuple[int, float, str]:
-    """Fewest requests first, then the emptiest pool."""
+def _decode_order(worker: WorkerView, near: str = "") -> tuple[bool, int, float, str]:
+    """The one that is near, then fewest requests first, then the emptiest pool."""
     used = 1 - worker.info.num_free_blocks / max(1, worker.info.num_blocks)
-    return worker.load, used, worker.url
+    return worker.info.incarnation != near, worker.load, used, worker.url
 
 
 def _prefill_order(worker: WorkerView) -> tuple[int, str]:

@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.support.cluster import Cluster, running
+from tests.support.cluster import Cluster, GatewayProcess, free_port, running, wait_until
 from tests.support.tiny_model import make_tiny_model
 
 TEMPLATE = (
@@ -297,3 +298,31 @@ def test_responses_and_messages_run_on_real_workers(pair: Cluster, alone: Cluste
         assert message["content"][0]["text"] == answer.output_text
         texts.add(answer.output_text)
     assert len(texts) == 1
+
+
+def test_two_gateways_on_one_port_are_one(model: Path, template: Path, pair: Cluster) -> None:
+    """Each request on a connection of its own, which the kernel gives to either."""
+    url = f"http://127.0.0.1:{free_port()}"
+    flags = ("--reuse-port", "--chat-template", str(template), "--local-prefill-max-tokens", "0")
+    gateways = [GatewayProcess(model, [worker.url for worker in pair.workers], *flags, url=url) for _ in range(2)]
+    try:
+        for gateway in gateways:
+            wait_until(lambda at=gateway.admin_url: _usable(at) == 2, "both workers are usable", gateway, 60)  # type: ignore[misc]
+        expected = complete(pair, **SAMPLED)["choices"][0]["text"]
+        body = {"model": "tiny", "prompt": "The capital of France is a city of many"} | SAMPLED
+        for _ in range(24):
+            answer = httpx.post(url + "/v1/completions", json=body, timeout=60)
+            assert answer.json()["choices"][0]["text"] == expected
+        served = [len(httpx.get(gateway.admin_url + "/debug/requests").json()) for gateway in gateways]
+        assert sum(served) == 24
+        assert min(served) > 0, "both had a share"
+    finally:
+        statuses = [gateway.stop() for gateway in gateways]
+        for gateway in gateways:
+            gateway.close()
+    assert statuses == [0, 0]
+
+
+def _usable(admin_url: str) -> int:
+    workers = httpx.get(admin_url + "/debug/cluster", timeout=5).json()["workers"]
+    return sum(worker["usable"] for worker in workers)

@@ -20,7 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_text_model(tmp_path_factory.mktemp("model") / "m")
 
 
-def test_our_own_document_holds(model: Path) -> None:
+def test_our_own_document_holds(model: Path, tmp_path: Path) -> None:
     with stub_system(model, ["prefill", "decode"]) as stubs:
         stubs.says("fine")
         document = httpx.get(stubs.url + "/openapi.json").json()
@@ -31,7 +31,9 @@ def test_our_own_document_holds(model: Path) -> None:
             *("--max-examples", "20", "--seed", "7", "--phases", "fuzzing", "--generation-database", "none"),
             *("--workers", "1", "--no-color", "--request-timeout", "10"),
         ]
-        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=250, check=False)
+        done = subprocess.run(
+            [*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False
+        )
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 

@@ -132,8 +132,9 @@ class WorkerProcess(Process):
 
 
 class GatewayProcess(Process):
-    def __init__(self, model: Path, workers: list[str], *flags: str) -> None:
-        self.url = f"http://127.0.0.1:{free_port()}"
+    def __init__(self, model: Path, workers: list[str], *flags: str, url: str | None = None) -> None:
+        """`url`: of the public port; default: one of its own."""
+        self.url = url or f"http://127.0.0.1:{free_port()}"
         self.admin_url = f"http://127.0.0.1:{free_port()}"
         super().__init__(
             "gateway",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from services.gateway.router import Needs, NoRoute, Route, WorkerView, choose, choose_successor, longest_request
@@ -137,3 +138,12 @@ def test_a_stream_moves_to_the_least_loaded_worker_that_can_take_its_kv() -> Non
     assert taken is not None
     assert taken.info.incarnation == "d2"
     assert choose_successor(others, NEEDS, leaving, busy={"d2", "d3"}) is None
+
+
+def test_a_worker_that_has_the_prompt_already_is_asked_first_while_it_has_room() -> None:
+    workers = [worker("d1", "decode", assigned=5), worker("d2", "decode"), worker("p", "prefill")]
+    near = replace(NEEDS, near="d1")
+    assert names(choose(workers, NEEDS)) == ("d2", "p")
+    assert names(choose(workers, near)) == ("d1", "p")
+    assert names(choose(workers, near, busy={"d1"})) == ("d2", "p")
+    assert names(choose(workers, near, avoid={"d1"})) == ("d2", "p")

@@ -112,8 +112,10 @@ def test_a_worker_ends_while(system: tuple[Cluster, dict[int, str]], state: str,
     pin = PINS[state]
     with Load(cluster, NUM_CLIENTS, expected) as load:
         load.wait_for(NUM_CLIENTS)
-        for worker in cluster.workers:
-            set_faults(worker, pin.prefill if worker.role == "prefill" else pin.decode)
+        for worker in cluster.of_role("decode"):  # first: they hold what a fault of prefill brings about
+            set_faults(worker, pin.decode)
+        for worker in cluster.of_role("prefill"):
+            set_faults(worker, pin.prefill)
         victim = find_victim(cluster, pin, role)
         survivors = [worker for worker in cluster.workers if worker is not victim]
         with HealthWatch([worker.url for worker in survivors] + [cluster.gateway.url]) as health:

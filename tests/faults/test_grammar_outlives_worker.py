@@ -16,7 +16,8 @@ from tests.support.cluster import Cluster, running
 from tests.support.tiny_model import make_tiny_model
 
 PATTERN = "[a-z]{60}-[0-9]{60}"
-FLAGS = ["--num-blocks", "200", "--dtype", "float32"]
+FLAGS = ["--num-blocks", "200", "--dtype", "float32", "--test-faults", "pause:step:*:0.02"]
+"""Slow enough to be still running when the worker is killed."""
 NUM_STREAMS = 4
 
 

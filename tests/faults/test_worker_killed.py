@@ -20,6 +20,7 @@ from tests.support.tiny_model import make_tiny_model
 NUM_REQUESTS = 8
 NUM_OUTPUT = 200
 FLAGS = ["--num-blocks", "400", "--max-batch-tokens", "64", "--max-num-seqs", "16"]
+FLAGS += ["--test-faults", "pause:step:*:0.005"]  # streams are still running when something happens to them
 ALWAYS_HAND_OFF = ["--local-prefill-max-tokens", "0"]
 
 

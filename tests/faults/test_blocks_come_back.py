@@ -94,11 +94,14 @@ def test_a_segment_that_cannot_be_posted_is_known_at_once_fifty_times(
     small: Cluster, pair: tuple[WorkerProcess, WorkerProcess], expected: dict[int, str]
 ) -> None:
     prefill, decode = pair
-    failed = decode.ledger()["receiver"]["failed"]
+    before = decode.ledger()["receiver"]
     for turn in range(50):
         prefill.put("/debug/faults", "fail:segment:2")
         right(small, expected, turn % 8)
-    assert decode.ledger()["receiver"]["failed"] - failed >= 40, "decode was told each time, and did not wait"
+    after = decode.ledger()["receiver"]
+    # By the fabric, or by the gateway that prefill told first.
+    ended = sum(after[name] - before[name] for name in ("failed", "cancelled"))
+    assert ended >= 40, "decode was told each time, and did not wait"
 
 
 def test_damaged_bytes_are_sent_again_and_when_that_does_not_help_the_prompt_is_computed_elsewhere(

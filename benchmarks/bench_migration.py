@@ -25,7 +25,7 @@ LENGTHS = (256, 1024)
 NUM_OUTPUT = 48
 AFTER = 12
 """Tokens before the worker is stopped."""
-REPEATS = 5
+REPEATS = 3
 FLAGS = ["--num-blocks", "300", "--dtype", "float32", "--no-prefix-caching", "--leave-after-s", "0"]
 ROLES = ["prefill", "decode", "decode"]
 

@@ -3,8 +3,8 @@
 Owned by a decode worker's event loop. Bytes are verified before `sink.write` sees them; a payload for a handoff that
 is unknown or over is received all the same, into staging memory, and dropped, so that the connection goes on.
 
-Each peer has two tasks. One hears control messages and never waits for memory, so that renewals and aborts count while
-payloads queue for staging; the other takes payloads, and the commits behind them, in their order.
+Each peer has two tasks: one hears control messages and never waits for memory, so that renewals and aborts count while
+payloads queue for it; the other is transport.payloads.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from transport import messages, transfer
@@ -25,18 +26,14 @@ from transport.control import recv_control, send_control
 from transport.errors import ConnectionLost, TransportError, WireError
 from transport.layout import KvLayout
 from transport.messages import Abort, Ack, Alive, Commit, Control, Hello, HelloReply, Open, Renew, Resend, Segment
-from transport.plane import Channel, Connection, Plane
+from transport.payloads import Payloads
+from transport.plane import Connection, Plane
 from transport.staging import Buffer, StagingPool
 from transport.transfer import Grant, TransferStats, by_state
 
 logger = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 5.0
 TICK_S = 0.1
-PAYLOAD_TIMEOUT_S = 10.0
-"""An announced payload that has not arrived by then ends its connection: only so is its buffer free again."""
-MAX_ANNOUNCED = 64
-MAX_RECEIVES = 2
-"""Payload receives posted at once on a connection: the next lands while one is verified and written."""
 CLOSE_S = 2.0
 KEPT_ENDED = 1024
 """Ended handoffs remembered, so that late messages are told from unknown ones and a lost Ack can be repeated."""
@@ -70,8 +67,6 @@ class _Peer:
     connection: Connection
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     handoffs: set[bytes] = field(default_factory=set)
-    receives: set[asyncio.Task[None]] = field(default_factory=set)
-    announced: asyncio.Queue[Segment | Commit] = field(default_factory=lambda: asyncio.Queue(MAX_ANNOUNCED))
     lane: str = ""
     incarnation: str = ""
     has_opened: bool = False
@@ -185,12 +180,18 @@ class KvReceiver:
         serving = asyncio.current_task()
         assert serving is not None
         self._serving.add(serving)
-        payloads = asyncio.create_task(self._take_payloads(peer))
+        payloads = Payloads(
+            connection,
+            lambda: self._staging if peer.has_opened else self._for_strangers,
+            partial(self._on_segment, peer),
+            partial(self._on_commit, peer),
+        )
+        taking = asyncio.create_task(payloads.run())
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 accepted = await self._greet(peer)
             while accepted:
-                await self._dispatch(peer, await recv_control(connection))
+                await self._dispatch(peer, payloads, await recv_control(connection))
         except (TransportError, TimeoutError) as error:
             logger.info("a fabric connection ended: %s", error or type(error).__name__)
         finally:
@@ -200,37 +201,9 @@ class KvReceiver:
                 incoming = self._open.get(handoff_id)
                 if incoming is not None and incoming.peer is peer:
                     self._handle(incoming, events.Ended("the connection to prefill was lost", tell=False))
-            payloads.cancel()
-            await asyncio.wait({payloads})  # it is bounded by what `settled` is
+            taking.cancel()
+            await asyncio.wait({taking})  # it is bounded by what `settled` is
             self._serving.discard(serving)
-
-    async def _take_payloads(self, peer: _Peer) -> None:
-        try:
-            while True:
-                message = await peer.announced.get()
-                # A commit counts once everything announced before it is here; a segment, once there is room.
-                num_allowed = MAX_RECEIVES - 1 if isinstance(message, Segment) else 0
-                while len(peer.receives) > num_allowed:
-                    await asyncio.wait(peer.receives, return_when=asyncio.FIRST_COMPLETED)
-                if isinstance(message, Segment):
-                    await self._start_receive(peer, message)
-                else:
-                    self._on_commit(peer, message)
-        except TransportError as error:
-            logger.info("payloads from %s ended: %s", peer.connection.peer, error)
-        finally:
-            peer.connection.abort()  # which ends the control task and the receives too
-            if peer.receives:
-                await asyncio.wait(peer.receives)
-
-    async def _start_receive(self, peer: _Peer, segment: Segment) -> None:
-        if not 0 < segment.num_bytes <= self._staging.buffer_bytes:
-            raise WireError(f"a segment of {segment.num_bytes} bytes, the limit is {self._staging.buffer_bytes}")
-        staging = self._staging if peer.has_opened else self._for_strangers
-        buffer = await staging.lend()
-        task = asyncio.create_task(self._receive(peer, segment, buffer, staging))
-        peer.receives.add(task)
-        task.add_done_callback(peer.receives.discard)
 
     def _on_commit(self, peer: _Peer, message: Commit) -> None:
         incoming = self._find(message.handoff_id)
@@ -253,11 +226,11 @@ class KvReceiver:
             logger.error("refused a prefill worker as a peer: %s", refused)
         return not refused
 
-    async def _dispatch(self, peer: _Peer, message: Control) -> None:
+    async def _dispatch(self, peer: _Peer, payloads: Payloads, message: Control) -> None:
         if not isinstance(message, Open | Segment | Commit | Renew | Abort):
             raise WireError(f"a {type(message).__name__} from a sender")
         if isinstance(message, Segment):
-            await peer.announced.put(message)
+            await payloads.announce(message)
             return
         incoming = self._find(message.handoff_id)
         if incoming is None:
@@ -269,7 +242,7 @@ class KvReceiver:
             case Open():
                 self._on_open(peer, incoming, message)
             case Commit():
-                await peer.announced.put(message)
+                await payloads.announce(message)
             case Renew() if incoming.peer is peer:
                 self._handle(incoming, events.Renewed(message.attempt))
             case Abort() if incoming.peer is peer and message.attempt == incoming.machine.grant.attempt:
@@ -294,19 +267,7 @@ class KvReceiver:
         self._counts["refused"] += 1
         self._say(peer, Abort(message.handoff_id, message.attempt, reason[: messages.MAX_REASON_CHARS]))
 
-    async def _receive(self, peer: _Peer, segment: Segment, buffer: Buffer, staging: StagingPool) -> None:
-        try:
-            async with asyncio.timeout(PAYLOAD_TIMEOUT_S):
-                await peer.connection.recv(buffer[: segment.num_bytes], Channel.PAYLOAD)
-        except (TransportError, TimeoutError) as error:
-            logger.info("a payload from %s was lost: %s", peer.connection.peer, error or type(error).__name__)
-            # The fabric may still be writing: out of use until the connection is known to be quiet.
-            peer.connection.abort()
-            if await peer.connection.settled():
-                staging.give_back(buffer)
-            else:
-                staging.quarantine(buffer)
-            return
+    def _on_segment(self, peer: _Peer, segment: Segment, buffer: Buffer, staging: StagingPool) -> None:
         self._counts["bytes"] += segment.num_bytes
         incoming = self._find(segment.handoff_id)
         if incoming is None or incoming.peer is not peer:

@@ -12,7 +12,7 @@ import asyncio
 import sys
 from typing import Any
 
-from tests.support.plane_bodies import NUM_TOKENS, Blocks, Pair, kv
+from tests.support.kv_pair import NUM_TOKENS, Blocks, Pair, kv
 from transport.errors import TransportError
 from transport.faults import FaultyPlane
 from transport.plane import Plane

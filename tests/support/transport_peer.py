@@ -14,7 +14,7 @@ import json
 import sys
 from typing import Any
 
-from tests.support.plane_bodies import KEY, LAYOUT, SEGMENT_BYTES, Blocks, kv
+from tests.support.kv_pair import KEY, LAYOUT, SEGMENT_BYTES, Blocks, kv
 from transport.errors import TransportError
 from transport.messages import Hello
 from transport.receiver import Grant, KvReceiver

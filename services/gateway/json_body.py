@@ -36,6 +36,13 @@ def refuse_unsupported(fields: dict[str, Any], unsupported: Neutral) -> None:
             raise InvalidRequest(f"{name} is not supported with this value", param=name)
 
 
+def text_at(value: Any, path: str) -> str:
+    """The string that a body has at `path`. Raises InvalidRequest, which names it."""
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{path} must be a string", param=path)
+    return value
+
+
 def decode_object(body: bytes) -> dict[str, Any]:
     """A JSON object of bounded depth, or InvalidRequest."""
     try:

@@ -23,13 +23,7 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubSystem]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(stubs: StubSystem) -> Iterator[None]:
-    for worker in stubs.workers:
-        worker.plan.clear()
-        worker.calls.clear()
-        worker.output_of_choice.clear()
-        worker.num_cached_tokens = 0
-    yield
-    stubs.assert_idle()
+    yield from stubs.one_test()
 
 
 def three_endings(stubs: StubSystem) -> list[str]:

@@ -62,11 +62,7 @@ def stubs(tmp_path_factory: pytest.TempPathFactory, keys_file: Path) -> Iterator
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(stubs: StubSystem) -> Iterator[None]:
-    for worker in stubs.workers:
-        worker.plan.clear()
-        worker.calls.clear()
-    yield
-    stubs.assert_idle()
+    yield from stubs.one_test()
 
 
 @contextmanager

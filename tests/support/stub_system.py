@@ -127,6 +127,16 @@ class StubSystem:
             assert time.monotonic() < deadline, f"not within {WAIT_S} s: {what}"
             time.sleep(0.005)
 
+    def one_test(self) -> Iterator[None]:
+        """For a fixture around each test: workers that have been asked nothing before, nothing left behind."""
+        for worker in self.workers:
+            worker.plan.clear()
+            worker.calls.clear()
+            worker.output_of_choice.clear()
+            worker.num_cached_tokens = 0
+        yield
+        self.assert_idle()
+
     def assert_idle(self) -> None:
         """Nothing of any request is left: not in the gateway, not on a worker, no task, no queue."""
         self.wait(lambda: all(worker.num_running == 0 for worker in self.workers), "calls on workers")

@@ -8,7 +8,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.gateway.errors import InvalidRequest
-from services.gateway.json_body import Neutral, read_body
+from services.gateway.json_body import Neutral, read_body, text_at
 from services.gateway.openai.prompts import PART_SEPARATOR
 from services.gateway.openai.requests import ChatRequest
 
@@ -98,13 +98,13 @@ def _messages(message: dict[str, Any], path: str) -> list[dict[str, Any]]:
         where = f"{path}.content[{index}]"
         match role, block.get("type"):
             case _, "text":
-                texts.append(_string(block.get("text"), f"{where}.text"))
+                texts.append(text_at(block.get("text"), f"{where}.text"))
             case "user", "tool_result":
                 results.append(_tool_result(block, where))
             case "assistant", "tool_use":
                 own.setdefault("tool_calls", []).append(_tool_use(block, where))
             case "assistant", "thinking":
-                own["reasoning_content"] = _string(block.get("thinking"), f"{where}.thinking")
+                own["reasoning_content"] = text_at(block.get("thinking"), f"{where}.thinking")
             case _:
                 raise InvalidRequest(f"{where}.type is not supported", param=f"{where}.type")
     if texts or not results:
@@ -113,7 +113,7 @@ def _messages(message: dict[str, Any], path: str) -> list[dict[str, Any]]:
 
 
 def _tool_result(block: dict[str, Any], path: str) -> dict[str, Any]:
-    call_id = _string(block.get("tool_use_id"), f"{path}.tool_use_id")
+    call_id = text_at(block.get("tool_use_id"), f"{path}.tool_use_id")
     text = _text(block.get("content") or "", f"{path}.content")
     return {"role": "tool", "tool_call_id": call_id, "content": text}
 
@@ -122,10 +122,10 @@ def _tool_use(block: dict[str, Any], path: str) -> dict[str, Any]:
     if not isinstance(block.get("input"), dict):
         raise InvalidRequest(f"{path}.input must be an object", param=f"{path}.input")
     function = {
-        "name": _string(block.get("name"), f"{path}.name"),
+        "name": text_at(block.get("name"), f"{path}.name"),
         "arguments": msgspec.json.encode(block["input"]).decode(),
     }
-    return {"id": _string(block.get("id"), f"{path}.id"), "type": "function", "function": function}
+    return {"id": text_at(block.get("id"), f"{path}.id"), "type": "function", "function": function}
 
 
 def _text(value: Any, path: str) -> str:
@@ -140,13 +140,7 @@ def _text(value: Any, path: str) -> str:
 def _text_block(block: Any, path: str) -> str:
     if not isinstance(block, dict) or block.get("type") != "text":
         raise InvalidRequest(f"{path}.type must be text", param=f"{path}.type")
-    return _string(block.get("text"), f"{path}.text")
-
-
-def _string(value: Any, path: str) -> str:
-    if not isinstance(value, str):
-        raise InvalidRequest(f"{path} must be a string", param=path)
-    return value
+    return text_at(block.get("text"), f"{path}.text")
 
 
 def _tools(tools: Any) -> Any:

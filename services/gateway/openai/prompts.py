@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.errors import InvalidRequest
+from services.gateway.json_body import text_at
 
 PART_SEPARATOR = "\n"
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -44,7 +45,7 @@ def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
             continue
         if name in _PASSED_ON:
             if value is not None:
-                read[name] = _string(value, f"{path}.{name}")
+                read[name] = text_at(value, f"{path}.{name}")
         elif name == "tool_calls":
             if value:
                 read[name] = _tool_calls(value, role, f"{path}.{name}")
@@ -66,8 +67,8 @@ def _tool_call(call: Any, path: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":
         raise InvalidRequest(f"{path} must be a call of a function", param=path)
-    name = _string(function.get("name"), f"{path}.function.name")
-    arguments = _string(function.get("arguments"), f"{path}.function.arguments")
+    name = text_at(function.get("name"), f"{path}.function.name")
+    arguments = text_at(function.get("arguments"), f"{path}.function.arguments")
     try:
         parsed = msgspec.json.decode(arguments or "{}")
     except (msgspec.DecodeError, RecursionError):
@@ -78,7 +79,7 @@ def _tool_call(call: Any, path: str) -> dict[str, Any]:
         )
     read: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": parsed}}
     if call.get("id") is not None:
-        read["id"] = _string(call["id"], f"{path}.id")
+        read["id"] = text_at(call["id"], f"{path}.id")
     return read
 
 
@@ -87,7 +88,7 @@ def _content(content: Any, path: str) -> str:
         return ""
     if isinstance(content, list):
         return PART_SEPARATOR.join(_part(part, f"{path}[{index}]") for index, part in enumerate(content))
-    return _string(content, path)
+    return text_at(content, path)
 
 
 def _part(part: Any, path: str) -> str:
@@ -98,13 +99,7 @@ def _part(part: Any, path: str) -> str:
     for name in part:
         if name not in ("type", "text"):
             raise InvalidRequest(f"Unrecognized field: {path}.{name}", param=f"{path}.{name}")
-    return _string(part.get("text"), f"{path}.text")
-
-
-def _string(value: Any, path: str) -> str:
-    if not isinstance(value, str):
-        raise InvalidRequest(f"{path} must be a string", param=path)
-    return value
+    return text_at(part.get("text"), f"{path}.text")
 
 
 def _shown(value: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.gateway.errors import InvalidRequest
-from services.gateway.json_body import Neutral, read_body
+from services.gateway.json_body import Neutral, read_body, text_at
 from services.gateway.openai.prompts import PART_SEPARATOR
 from services.gateway.openai.requests import ChatRequest
 
@@ -136,16 +136,16 @@ def _add_item(messages: list[dict[str, Any]], item: Any, path: str) -> None:
         else:
             messages.append({"role": role, "content": content})
     elif kind == "function_call":
-        function = {name: _string(item.get(name), f"{path}.{name}") for name in ("name", "arguments")}
-        call = {"id": _string(item.get("call_id"), f"{path}.call_id"), "type": "function", "function": function}
+        function = {name: text_at(item.get(name), f"{path}.{name}") for name in ("name", "arguments")}
+        call = {"id": text_at(item.get("call_id"), f"{path}.call_id"), "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        call_id = _string(item.get("call_id"), f"{path}.call_id")
+        call_id = text_at(item.get("call_id"), f"{path}.call_id")
         output = _content(item.get("output"), f"{path}.output")
         messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
     elif kind == "reasoning":
         parts = [part for part in item.get("content") or () if isinstance(part, dict)]
-        thought = PART_SEPARATOR.join(_string(part.get("text"), f"{path}.content") for part in parts)
+        thought = PART_SEPARATOR.join(text_at(part.get("text"), f"{path}.content") for part in parts)
         messages.append({"role": "assistant", "reasoning_content": thought})
     else:
         raise InvalidRequest(f"{path}.type is not supported", param=f"{path}.type")
@@ -161,19 +161,13 @@ def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
 def _content(content: Any, path: str) -> str:
     if isinstance(content, list):
         return PART_SEPARATOR.join(_part(part, f"{path}[{index}]") for index, part in enumerate(content))
-    return _string(content, path)
+    return text_at(content, path)
 
 
 def _part(part: Any, path: str) -> str:
     if not isinstance(part, dict) or part.get("type") not in ("input_text", "output_text", "text"):
         raise InvalidRequest(f"{path}.type must be input_text or output_text", param=f"{path}.type")
-    return _string(part.get("text"), f"{path}.text")
-
-
-def _string(value: Any, path: str) -> str:
-    if not isinstance(value, str):
-        raise InvalidRequest(f"{path} must be a string", param=path)
-    return value
+    return text_at(part.get("text"), f"{path}.text")
 
 
 def _tools(tools: Any) -> Any:

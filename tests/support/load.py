@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
@@ -69,23 +69,14 @@ def ask(
     return answer
 
 
-class Load:
-    """Use as a context manager: the clients stop at its end, and every answer was right."""
+class Background:
+    """Threads that run while a test does its worst. Use as a context manager: they end with it."""
 
-    def __init__(
-        self, cluster: Cluster, num_clients: int, expected: dict[int, str], num_output: int = NUM_OUTPUT
-    ) -> None:
-        self._num_output = num_output
-        self._cluster = cluster
-        self._expected = expected
+    def __init__(self) -> None:
         self._stop = threading.Event()
-        self._changed = threading.Condition()
-        self.num_answers = 0
-        self.errors: list[str] = []
-        self.wrong: list[str] = []
-        self._threads = [threading.Thread(target=self._run, args=(i, num_clients)) for i in range(num_clients)]
+        self._threads: list[threading.Thread] = []
 
-    def __enter__(self) -> Load:
+    def __enter__(self) -> Self:
         for thread in self._threads:
             thread.start()
         return self
@@ -95,6 +86,23 @@ class Load:
         for thread in self._threads:
             thread.join(DEADLINE_S)
         assert not any(thread.is_alive() for thread in self._threads), "a request hung"
+
+
+class Load(Background):
+    """The clients; `assert_right` once they have stopped."""
+
+    def __init__(
+        self, cluster: Cluster, num_clients: int, expected: dict[int, str], num_output: int = NUM_OUTPUT
+    ) -> None:
+        super().__init__()
+        self._num_output = num_output
+        self._cluster = cluster
+        self._expected = expected
+        self._changed = threading.Condition()
+        self.num_answers = 0
+        self.errors: list[str] = []
+        self.wrong: list[str] = []
+        self._threads = [threading.Thread(target=self._run, args=(i, num_clients)) for i in range(num_clients)]
 
     def wait_for(self, num_more: int, timeout_s: float = DEADLINE_S) -> None:
         """Until so many more answers have come than there are now."""
@@ -135,8 +143,8 @@ def undisturbed(cluster: Cluster, numbers: range, num_output: int = NUM_OUTPUT) 
     return expected
 
 
-class HealthWatch:
-    """Asks /health of processes all the time. Use as a context manager."""
+class HealthWatch(Background):
+    """Asks /health of processes all the time."""
 
     PERIOD_S = 0.05
     SOON_S = 0.1
@@ -144,19 +152,9 @@ class HealthWatch:
     """Longer than any pause that a scheduler of a crowded machine makes, shorter than the faults that are injected."""
 
     def __init__(self, urls: list[str]) -> None:
+        super().__init__()
         self.seconds: dict[str, list[float]] = {url: [] for url in urls}
-        self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(url,)) for url in urls]
-
-    def __enter__(self) -> HealthWatch:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(30)
 
     def _run(self, url: str) -> None:
         with httpx.Client(timeout=20) as client:

@@ -163,14 +163,14 @@ def test_marks_in_any_text_of_a_client_stay_text(stubs: StubSystem) -> None:
 def test_a_head_without_end_is_cut_off(stubs: StubSystem, padding: bytes) -> None:
     with connected(stubs) as sock:
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Long: ")
-        num_sent = 0
         try:
             for _ in range(2000):
                 sock.sendall(padding)
-                num_sent += len(padding)
-        except OSError:
-            pass
-        assert num_sent < 2000 * len(padding), "two megabytes of head were taken"
+            answer = sock.recv(100)
+        except (ConnectionResetError, BrokenPipeError):  # its end came while more was being sent
+            return
+        # What the kernel's buffers held was sent without an error; a gateway that reads on would not answer.
+        assert answer.startswith(b"HTTP/1.1 431 ") or answer == b""
 
 
 def test_a_head_that_does_not_come_is_given_up_on(stubs: StubSystem, monkeypatch: pytest.MonkeyPatch) -> None:

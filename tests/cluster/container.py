@@ -175,7 +175,9 @@ class Container:
         command = [rewrite(expand(word, environ)) for word in words]
         # In a network namespace of its own "all interfaces" is the pod's address.
         command = [re.sub(r"0\.0\.0\.0(?=:\d)", self.around.address, word) for word in command]
-        environ = {name: rewrite(text) for name, text in environ.items()}
+        # This machine's own paths stay: the checkout may lie below a folder where the pod mounts something, as /tmp.
+        own = {variable["name"] for variable in self.spec.get("env", [])}
+        environ = {name: rewrite(text) if name in own else text for name, text in environ.items()}
         program = shutil.which(command[0], path=environ["PATH"]) or command[0]
         command = [program, *command[1:]]
         if self.around.user is not None:

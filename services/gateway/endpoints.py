@@ -40,6 +40,9 @@ class TokenizeRequest(BaseModel):
     return_token_strs: bool | None = None
 
 
+_OF_A_CHAT = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+
 class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -84,6 +87,9 @@ class TokenApi:
         self._check_model(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("either prompt or messages must be given", param="prompt")
+        for name in _OF_A_CHAT:
+            if request.messages is None and getattr(request, name) is not None:
+                raise InvalidRequest(f"{name} needs messages", param=name)
         ids = self._chat_ids(request) if request.messages is not None else self._text_ids(request)
         tokenizer = self._gateway.text.tokenizer
         strings = [tokenizer.spelling(i).decode(errors="replace") for i in ids] if request.return_token_strs else None

@@ -11,9 +11,18 @@ from services.gateway.errors import InvalidRequest
 from services.gateway.json_body import Neutral, read_body, text_at
 from services.gateway.openai.prompts import PART_SEPARATOR
 from services.gateway.openai.requests import ChatRequest
+from services.gateway.openai.sampling import read_stops
 
-IGNORED = frozenset({"metadata", "service_tier"})
-UNSUPPORTED: Neutral = {"container": (), "mcp_servers": ([],), "context_management": (), "output_config": ()}
+IGNORED = frozenset({"metadata", "service_tier", "cache_control"})
+UNSUPPORTED: Neutral = {
+    "container": (),
+    "mcp_servers": ([],),
+    "context_management": (),
+    "output_config": (),
+    "diagnostics": (),
+    "inference_geo": (),
+    "speed": ("standard",),
+}
 
 
 class MessagesRequest(BaseModel):
@@ -74,7 +83,7 @@ def to_chat(request: MessagesRequest) -> ChatRequest:
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
-        stop=request.stop_sequences,
+        stop=list(read_stops(request.stop_sequences, "stop_sequences")),
         tools=_tools(request.tools),
         tool_choice=choice,
         parallel_tool_calls=parallel,

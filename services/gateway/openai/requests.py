@@ -13,10 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from services.gateway.json_body import Neutral, read_body
 
 MAX_N = 128
-IGNORED = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+_OPENAI_IGNORED = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
 )
-"""Accepted and without effect: they do not change what is generated."""
+IGNORED = frozenset((*_OPENAI_IGNORED, "request_id", "session_id"))
+"""Accepted and without effect: they do not change what is generated. The last two are vLLM's; ids are ours."""
 
 _UNSUPPORTED_SHARED: Neutral = {
     "use_beam_search": (False,),
@@ -32,6 +34,15 @@ _UNSUPPORTED_SHARED: Neutral = {
     "vllm_xargs": ({},),
     "guided_decoding_backend": ("llguidance", "guidance", "auto"),
     "guided_whitespace_pattern": (),
+    "watermarking": (False,),
+    "truncation_side": ("left",),
+    "logprob_token_ids": (),
+    "thinking_token_budget": (-1,),
+    "repetition_detection": (),
+    "stream_interval": (1,),
+    "routed_experts_prompt_start": (0,),
+    "return_token_offsets": (False,),
+    "return_mm_kwargs": (True,),
 }
 UNSUPPORTED_CHAT: Neutral = {
     **_UNSUPPORTED_SHARED,
@@ -47,6 +58,10 @@ UNSUPPORTED_CHAT: Neutral = {
     "chat_template": (),
     "documents": ([],),
     "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "include_reasoning": (True,),
+    "return_prompt_text": (False,),
+    "moderation": (),
 }
 UNSUPPORTED_COMPLETION: Neutral = {
     **_UNSUPPORTED_SHARED,
@@ -103,8 +118,6 @@ class GenerationRequest(BaseModel):
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
-    request_id: str | None = Field(None, max_length=256)
-    """Accepted for clients of vLLM; the id of an answer is ours."""
 
     @property
     def include_usage(self) -> bool:

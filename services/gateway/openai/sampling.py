@@ -14,7 +14,8 @@ from services.gateway.text.generation_defaults import GenerationDefaults
 from services.protocol import Sampling
 from services.sampling import engine_params
 
-MAX_STOPS = 4
+MAX_STOPS = 16
+"""OpenAI takes 4, vLLM any number; each one costs every character of the answer a look."""
 MAX_STOP_CHARS = 1000
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
@@ -37,13 +38,13 @@ class SamplingModel:
     defaults: GenerationDefaults
 
 
-def read_stops(stop: Any) -> tuple[str, ...]:
+def read_stops(stop: Any, param: str = "stop") -> tuple[str, ...]:
     stops = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else [] if stop is None else None
     if stops is None or len(stops) > MAX_STOPS:
-        raise InvalidRequest(f"stop must be a string or a list of up to {MAX_STOPS} strings", param="stop")
+        raise InvalidRequest(f"{param} must be a string or a list of up to {MAX_STOPS} strings", param=param)
     for text in stops:
         if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARS:
-            raise InvalidRequest(f"each stop must be a string of 1 to {MAX_STOP_CHARS} characters", param="stop")
+            raise InvalidRequest(f"each of {param} must be a string of 1 to {MAX_STOP_CHARS} characters", param=param)
     return tuple(stops)
 
 

@@ -11,7 +11,12 @@ from services.gateway.json_body import Neutral, read_body, text_at
 from services.gateway.openai.prompts import PART_SEPARATOR
 from services.gateway.openai.requests import ChatRequest
 
-IGNORED = frozenset({"store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
+IGNORED = frozenset(
+    (
+        *("store", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "request_id"),
+    )
+)
 UNSUPPORTED: Neutral = {
     "background": (False,),
     "conversation": (),
@@ -20,6 +25,23 @@ UNSUPPORTED: Neutral = {
     "max_tool_calls": (),
     "truncation": ("disabled",),
     "context_management": ([],),
+    "background_options": (),
+    "access_programs": (),
+    "moderation": (),
+    "image": (),
+    # vLLM's
+    "stop": ([],),
+    "ignore_eos": (False,),
+    "logit_bias": ({},),
+    "repetition_penalty": (1.0, 1),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "structured_outputs": (),
+    "mm_processor_kwargs": ({},),
+    "vllm_xargs": ({},),
+    "enable_response_messages": (False,),
+    "previous_input_messages": ([],),
+    "previous_response": (),
 }
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = {LOGPROBS, "reasoning.encrypted_content"}

@@ -42,7 +42,7 @@ BAD: list[tuple[str, Any]] = [
     *(("presence_penalty", value) for value in (-2.1, 2.1)),
     *(("frequency_penalty", value) for value in (-2.1, 2.1)),
     *(("seed", value) for value in (2**63, 2**64, -(2**63) - 1, 1.0, True)),
-    *(("stop", value) for value in (5, [""], "", ["a"] * 5, ["a"] * 400_000, "a" * 1_000_000, [5], {})),
+    *(("stop", value) for value in (5, [""], "", ["a"] * 17, ["a"] * 400_000, "a" * 1_000_000, [5], {})),
     *(("stop_token_ids", value) for value in ([-1], [VOCAB], [2**40], [1.0], [1] * 1000, "1")),
     *(("logit_bias", value) for value in ([], {"a": 1}, {"-1": 1}, {"400": 1}, {"1": 101}, {"1": True}, {" 1": 1})),
     *(("logit_bias", value) for value in ({"٣": 1}, {"1" * 5000: 1}, {str(i): 0 for i in range(2000)})),
@@ -109,6 +109,12 @@ def test_null_means_absent_and_neutral_values_are_no_request() -> None:
     chat(**dict.fromkeys(names))
     chat(n=1, tools=[], tool_choice="none", response_format={"type": "text"}, parallel_tool_calls=True)
     completion(echo=False, best_of=1, suffix=None)
+
+
+@pytest.mark.parametrize("num_stops", [1, 4, 5, 16])
+def test_up_to_16_strings_may_end_an_answer(num_stops: int) -> None:
+    stops = [f"end {index}" for index in range(num_stops)]
+    assert read_stops(stops) == tuple(stops)
 
 
 def test_words_are_forbidden_with_and_without_a_space_before_them() -> None:

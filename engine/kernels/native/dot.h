@@ -29,19 +29,17 @@ inline IntVec dot_quad(const IntVec& acc, const IntVec& w, int32_t a) {
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512VNNI__)
   return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(a));
 #elif defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
-  // Bytes 0 and 2, then 1 and 3, as 16-bit pairs: vpmaddubsw would saturate.
-  const IntVec mask(0x00ff00ff);
-  const uint32_t bits = static_cast<uint32_t>(a);
-  const auto byte = [bits](int j) { return static_cast<uint32_t>(static_cast<int8_t>(bits >> (8 * j))); };
-  const IntVec even(static_cast<int32_t>((byte(0) & 0xffffu) | (byte(2) << 16)));
-  const IntVec odd(static_cast<int32_t>((byte(1) & 0xffffu) | (byte(3) << 16)));
-  const IntVec w_even = w & mask;
+  // Bytes 0 and 2, then 1 and 3, as 16-bit pairs: vpmaddubsw would saturate. What is done to `a` and to `w` alone is
+  // shared by all products of a tile that take them.
+  const IntVec pairs(a);
 #if defined(CPU_CAPABILITY_AVX512)
-  const IntVec w_odd = IntVec(_mm512_srli_epi32(w, 8)) & mask;
-  return acc + IntVec(_mm512_madd_epi16(w_even, even)) + IntVec(_mm512_madd_epi16(w_odd, odd));
+  const __m512i a_even = _mm512_srai_epi16(_mm512_slli_epi16(pairs, 8), 8), a_odd = _mm512_srai_epi16(pairs, 8);
+  const __m512i w_even = w & IntVec(0x00ff00ff), w_odd = _mm512_srli_epi16(w, 8);
+  return acc + IntVec(_mm512_madd_epi16(w_even, a_even)) + IntVec(_mm512_madd_epi16(w_odd, a_odd));
 #else
-  const IntVec w_odd = IntVec(_mm256_srli_epi32(w, 8)) & mask;
-  return acc + IntVec(_mm256_madd_epi16(w_even, even)) + IntVec(_mm256_madd_epi16(w_odd, odd));
+  const __m256i a_even = _mm256_srai_epi16(_mm256_slli_epi16(pairs, 8), 8), a_odd = _mm256_srai_epi16(pairs, 8);
+  const __m256i w_even = w & IntVec(0x00ff00ff), w_odd = _mm256_srli_epi16(w, 8);
+  return acc + IntVec(_mm256_madd_epi16(w_even, a_even)) + IntVec(_mm256_madd_epi16(w_odd, a_odd));
 #endif
 #else
   IntVec result = acc;

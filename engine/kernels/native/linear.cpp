@@ -105,18 +105,18 @@ PackedLinear::PackedLinear(Format f, const T* weight, const float* bias, int64_t
   const int64_t num_panels = round_up(num_out, kPanel) / kPanel;
   const int64_t size = num_panels * kPanel * round_up(num_in, inputs_a_unit(format));
   switch (format) {
-    case Format::kFloat: floats_ = Buffer<float>(size); break;
-    case Format::kBFloat16: halves_ = Buffer<BFloat16>(size); break;
+    case Format::kFloat: floats_ = Weights<float>(size); break;
+    case Format::kBFloat16: halves_ = Weights<BFloat16>(size); break;
     case Format::kInt8:
-      bytes_ = Buffer<uint8_t>(size);
-      scales_ = Buffer<float>(num_panels * kPanel);
+      bytes_ = Weights<uint8_t>(size);
+      scales_ = Weights<float>(num_panels * kPanel);
       break;
   }
   at::parallel_for(0, num_panels, 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel) pack_panel(panel, weight);
   });
   if (bias != nullptr) {
-    bias_ = Buffer<float>(num_panels * kPanel);
+    bias_ = Weights<float>(num_panels * kPanel);
     std::fill_n(bias_.data(), num_panels * kPanel, 0.0f);
     std::copy_n(bias, num_out, bias_.data());
   }

@@ -70,11 +70,11 @@ class PackedLinear {
   void pack_panel(int64_t panel, const T* weight);
   void multiply_panel(int64_t panel, const Rows& rows, float* out, int64_t out_stride, Store mode) const;
 
-  Buffer<float> floats_;
-  Buffer<BFloat16> halves_;
-  Buffer<uint8_t> bytes_;
-  Buffer<float> scales_;
-  Buffer<float> bias_;
+  Weights<float> floats_;
+  Weights<BFloat16> halves_;
+  Weights<uint8_t> bytes_;
+  Weights<float> scales_;
+  Weights<float> bias_;
 };
 
 // Inputs that one instruction takes of a row and of a panel: one float, or a pair of bfloat16. Panels hold

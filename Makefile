@@ -6,6 +6,7 @@
 #   make soak    1,000 random fault schedules, totals at the end    ARGS="--schedules 50 --seed 7"
 #   make fuzz    every decoder of network bytes, a bounded time each    FUZZ_SECONDS=60
 #   make test-kernels   the CPU kernels under address and undefined behaviour sanitizers, then in AVX2
+#   make test-eval   lm-evaluation-harness, in an environment of its own, scores a task through a pair
 #   make test-cluster   the chart on a real control plane, the image's steps; builds the control plane the first time
 #   make check   format, lint, types, layers
 #   make bench   benchmarks, JSON to build/bench
@@ -14,7 +15,7 @@
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo serve test test-kernels test-cluster soak fuzz check bench bench-peers format lock clean
+.PHONY: setup demo serve test test-kernels test-eval test-cluster soak fuzz check bench bench-peers format lock clean
 
 setup: $(STAMP)
 
@@ -41,6 +42,15 @@ fuzz: $(STAMP)
 test-kernels: $(STAMP)
 	PYTHON=$(BIN)/python scripts/test-kernels $(ARGS)
 
+EVAL := .venv-eval
+test-eval: $(STAMP) $(EVAL)/.installed
+	KVBATON_EVAL_PYTHON=$(CURDIR)/$(EVAL)/bin/python $(BIN)/python -m pytest tests/e2e/test_lm_eval.py $(ARGS)
+
+$(EVAL)/.installed:
+	python3 -m venv $(EVAL)
+	$(EVAL)/bin/python -m pip install -q --disable-pip-version-check "lm-eval[api]==0.4.13" "transformers>=5,<6"
+	@touch $@
+
 test-cluster: $(STAMP)
 	scripts/build-control-plane
 	KVBATON_IMAGE_STEPS=1 $(BIN)/python -m pytest -x -s tests/cluster tests/image $(ARGS)
@@ -65,4 +75,4 @@ lock: $(STAMP)
 	scripts/lock
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-eval build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

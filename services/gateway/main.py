@@ -19,6 +19,7 @@ from services.gateway.http_protocol import BoundedHeads
 from services.gateway.tenants.keys import KeyFileError
 from services.gateway.text.chat_template import TemplateError
 from services.gateway.text.tokenizer import TokenizerError
+from services.gateway.tls import ReloadingCertificate
 from services.lifecycle import Listener, bind, parse_address, serve
 
 logger = logging.getLogger(__name__)
@@ -40,10 +41,14 @@ def run(config: GatewayConfig) -> int:
 
 
 def public_options(config: GatewayConfig) -> dict[str, Any]:
-    """Of the public listener."""
+    """Of the public listener. Raises ConfigError for a certificate that cannot be used."""
     options: dict[str, Any] = {"http": BoundedHeads}
-    if config.tls_cert is not None:
-        options |= {"ssl_certfile": str(config.tls_cert), "ssl_keyfile": str(config.tls_key)}
+    if config.tls_cert is not None and config.tls_key is not None:
+        try:
+            certificate = ReloadingCertificate(config.tls_cert, config.tls_key)
+        except OSError as error:
+            raise ConfigError(f"tls-cert {config.tls_cert}, tls-key {config.tls_key}: {error}") from error
+        options["ssl_context_factory"] = lambda _config, _default: certificate.listening_context()
     return options
 
 

@@ -1,6 +1,7 @@
 """Every feature by the real openai client: streamed equals whole, and a pair says what one worker does, byte for byte.
 
-Two systems over one tiny model in fp32: prefill and decode over UCX, and a `both` worker.
+Two systems over one tiny model in fp32: prefill and decode over UCX, behind one gateway and behind two on one port, and
+a `both` worker.
 """
 
 from __future__ import annotations
@@ -78,6 +79,40 @@ def alone(model: Path, template: Path) -> Iterator[Cluster]:
     gateway_flags = ["--chat-template", str(template)]
     with running(model, ["both"], worker_flags={"both": FLAGS}, gateway_flags=gateway_flags) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def gateways(model: Path, template: Path, pair: Cluster) -> Iterator[list[GatewayProcess]]:
+    """Two more on one port, before the workers of the pair."""
+    url = f"http://127.0.0.1:{free_port()}"
+    flags = ("--reuse-port", "--chat-template", str(template), "--local-prefill-max-tokens", "0")
+    found = [GatewayProcess(model, [worker.url for worker in pair.workers], *flags, url=url) for _ in range(2)]
+    try:
+        for gateway in found:
+            wait_until(lambda at=gateway.admin_url: _usable(at) == 2, "both workers are usable", gateway, 60)  # type: ignore[misc]
+        yield found
+    finally:
+        statuses = [gateway.stop() for gateway in found]
+        for gateway in found:
+            gateway.close()
+    assert statuses == [0, 0]
+
+
+@pytest.fixture(scope="module")
+def replicas(gateways: list[GatewayProcess], pair: Cluster) -> Cluster:
+    """Its client opens a connection a request, so that either gateway may answer it."""
+    cluster = Cluster(pair.workers, gateways[0])
+    limits = httpx.Limits(max_keepalive_connections=0)
+    cluster.client = cluster.client.with_options(http_client=httpx.Client(limits=limits, timeout=120))
+    return cluster
+
+
+@pytest.fixture(params=["one gateway", "two gateways"])
+def served(request: pytest.FixtureRequest) -> Cluster:
+    """The pair of workers, behind either."""
+    name = "pair" if request.param == "one gateway" else "replicas"
+    found: Cluster = request.getfixturevalue(name)
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -171,10 +206,10 @@ def equal_but_for_rounding(first: Any, second: Any) -> None:
 
 @pytest.mark.parametrize("name", COMPLETIONS)
 def test_a_completion_is_the_same_streamed_or_whole_by_a_pair_or_by_one(
-    pair: Cluster, alone: Cluster, name: str
+    served: Cluster, alone: Cluster, name: str
 ) -> None:
-    whole = complete(pair, **COMPLETIONS[name])
-    equal_but_for_rounding(told(streamed_completion(pair, **COMPLETIONS[name])), told(whole))
+    whole = complete(served, **COMPLETIONS[name])
+    equal_but_for_rounding(told(streamed_completion(served, **COMPLETIONS[name])), told(whole))
     equal_but_for_rounding(told(complete(alone, **COMPLETIONS[name])), told(whole))
 
 
@@ -225,29 +260,29 @@ def whole_chat(answer: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_a_chat_is_the_same_streamed_or_whole_by_a_pair_or_by_one(pair: Cluster, alone: Cluster, name: str) -> None:
-    whole = whole_chat(chat(pair, **CHATS[name]))
-    equal_but_for_rounding(streamed_chat(pair, **CHATS[name]), whole)
+def test_a_chat_is_the_same_streamed_or_whole_by_a_pair_or_by_one(served: Cluster, alone: Cluster, name: str) -> None:
+    whole = whole_chat(chat(served, **CHATS[name]))
+    equal_but_for_rounding(streamed_chat(served, **CHATS[name]), whole)
     equal_but_for_rounding(whole_chat(chat(alone, **CHATS[name])), whole)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_structured_output_is_what_was_asked_for(pair: Cluster, seed: int) -> None:
+def test_structured_output_is_what_was_asked_for(served: Cluster, seed: int) -> None:
     fields: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_tokens": 400}
-    person = json.loads(complete(pair, **fields, extra_body={"guided_json": PERSON})["choices"][0]["text"])
+    person = json.loads(complete(served, **fields, extra_body={"guided_json": PERSON})["choices"][0]["text"])
     assert set(person) == {"name", "age"}
     assert 10 <= person["age"] <= 99
-    text = complete(pair, **fields, extra_body={"guided_regex": "[a-z]{3}-[0-9]{4}"})["choices"][0]["text"]
+    text = complete(served, **fields, extra_body={"guided_regex": "[a-z]{3}-[0-9]{4}"})["choices"][0]["text"]
     assert re.fullmatch("[a-z]{3}-[0-9]{4}", text)
-    calls = chat(pair, **fields, tools=WEATHER, tool_choice="required", parallel_tool_calls=False).choices[0]
+    calls = chat(served, **fields, tools=WEATHER, tool_choice="required", parallel_tool_calls=False).choices[0]
     assert calls.finish_reason == "tool_calls"
     (call,) = calls.message.tool_calls
     expected = {"weather": {"city"}, "time": set()}
     assert set(json.loads(call.function.arguments)) == expected[call.function.name]
 
 
-def test_a_grammar_the_workers_were_not_told_of_before_is_refused_by_name(pair: Cluster) -> None:
-    response = pair.post("/v1/completions", {"model": "tiny", "prompt": "a", "guided_regex": "("})
+def test_a_grammar_the_workers_were_not_told_of_before_is_refused_by_name(served: Cluster) -> None:
+    response = served.post("/v1/completions", {"model": "tiny", "prompt": "a", "guided_regex": "("})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "guided_regex")
 
 
@@ -285,9 +320,9 @@ def test_grammars_survive_preemption(model: Path, pair: Cluster) -> None:
         assert text == complete(pair, seed=seed, **fields)["choices"][0]["text"]
 
 
-def test_responses_and_messages_run_on_real_workers(pair: Cluster, alone: Cluster) -> None:
+def test_responses_and_messages_run_on_real_workers(served: Cluster, alone: Cluster) -> None:
     texts = set()
-    for cluster in (pair, alone):
+    for cluster in (served, alone):
         answer = cluster.client.responses.create(model="tiny", input="Hi", max_output_tokens=12, temperature=0)
         events = list(
             cluster.client.responses.create(model="tiny", input="Hi", max_output_tokens=12, temperature=0, stream=True)
@@ -300,27 +335,19 @@ def test_responses_and_messages_run_on_real_workers(pair: Cluster, alone: Cluste
     assert len(texts) == 1
 
 
-def test_two_gateways_on_one_port_are_one(model: Path, template: Path, pair: Cluster) -> None:
+def test_two_gateways_on_one_port_are_one(replicas: Cluster, gateways: list[GatewayProcess], pair: Cluster) -> None:
     """Each request on a connection of its own, which the kernel gives to either."""
-    url = f"http://127.0.0.1:{free_port()}"
-    flags = ("--reuse-port", "--chat-template", str(template), "--local-prefill-max-tokens", "0")
-    gateways = [GatewayProcess(model, [worker.url for worker in pair.workers], *flags, url=url) for _ in range(2)]
-    try:
-        for gateway in gateways:
-            wait_until(lambda at=gateway.admin_url: _usable(at) == 2, "both workers are usable", gateway, 60)  # type: ignore[misc]
-        expected = complete(pair, **SAMPLED)["choices"][0]["text"]
-        body = {"model": "tiny", "prompt": "The capital of France is a city of many"} | SAMPLED
-        for _ in range(24):
-            answer = httpx.post(url + "/v1/completions", json=body, timeout=60)
-            assert answer.json()["choices"][0]["text"] == expected
-        served = [len(httpx.get(gateway.admin_url + "/debug/requests").json()) for gateway in gateways]
-        assert sum(served) == 24
-        assert min(served) > 0, "both had a share"
-    finally:
-        statuses = [gateway.stop() for gateway in gateways]
-        for gateway in gateways:
-            gateway.close()
-    assert statuses == [0, 0]
+    before = [_num_served(gateway) for gateway in gateways]
+    expected = complete(pair, **SAMPLED)["choices"][0]["text"]
+    for _ in range(24):
+        assert complete(replicas, **SAMPLED)["choices"][0]["text"] == expected
+    served = [_num_served(gateway) - count for gateway, count in zip(gateways, before, strict=True)]
+    assert sum(served) == 24
+    assert min(served) > 0, "both had a share"
+
+
+def _num_served(gateway: GatewayProcess) -> int:
+    return len(httpx.get(gateway.admin_url + "/debug/requests", timeout=5).json())
 
 
 def _usable(admin_url: str) -> int:

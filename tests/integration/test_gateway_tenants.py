@@ -6,6 +6,7 @@ import os
 import shutil
 import ssl
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+from services.gateway import tls
 from services.gateway.app import create_public_app
 from services.gateway.main import public_options
 from services.gateway.tenants.guard import OPEN_PATHS
@@ -246,22 +248,60 @@ def test_pages_of_allowed_origins_may_call(stubs: StubSystem) -> None:
     assert answer.headers["access-control-allow-origin"] == "https://a.example"
 
 
-@pytest.mark.skipif(not shutil.which("openssl"), reason="makes its certificate with openssl")
-def test_the_public_port_speaks_tls_when_told_to(stubs: StubSystem, tmp_path: Path) -> None:
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+def make_certificate(directory: Path) -> tuple[Path, Path]:
+    """A self-signed one for this host, over the one that is there."""
+    cert, key = directory / "cert.pem", directory / "key.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
     names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
     files = ["-keyout", str(key), "-out", str(cert)]
     subprocess.run([*command.split(), *names, *files], check=True, capture_output=True)
+    return cert, key
+
+
+@pytest.fixture
+def tls_server(stubs: StubSystem, tmp_path: Path) -> Iterator[Server]:
+    """Its certificate is cert.pem and key.pem in tmp_path."""
+    if not shutil.which("openssl"):
+        pytest.skip("makes its certificate with openssl")
+    cert, key = make_certificate(tmp_path)
     config = stubs.gateway.config.model_copy(update={"tls_cert": cert, "tls_key": key})
     server = Server(create_public_app(stubs.gateway), options=public_options(config))
     stubs.thread.run(server.start())
-    try:
-        context = ssl.create_default_context(cafile=str(cert))
-        url = f"https://127.0.0.1:{server.port}/v1/models"
-        found = httpx.get(url, headers={"x-api-key": KEYS["free"]}, verify=context)
-        assert found.json()["data"][0]["id"] == "stub"
-        with pytest.raises(httpx.HTTPError):
-            httpx.get(url.replace("https", "http"))
-    finally:
-        stubs.thread.run(server.stop())
+    yield server
+    stubs.thread.run(server.stop())
+
+
+def served_model(server: Server, trusted: str) -> str:
+    """Over TLS, by a client that trusts one certificate, in PEM, and no other. Raises httpx.ConnectError."""
+    context = ssl.create_default_context(cadata=trusted)
+    url = f"https://127.0.0.1:{server.port}/v1/models"
+    found = httpx.get(url, headers={"x-api-key": KEYS["free"]}, verify=context)
+    return str(found.json()["data"][0]["id"])
+
+
+def test_the_public_port_speaks_tls_when_told_to(tls_server: Server, tmp_path: Path) -> None:
+    assert served_model(tls_server, (tmp_path / "cert.pem").read_text()) == "stub"
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"http://127.0.0.1:{tls_server.port}/v1/models")
+
+
+def test_a_new_certificate_is_served_without_a_restart_and_a_broken_one_is_not(
+    tls_server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "CHECK_S", 0.0)
+    old = (tmp_path / "cert.pem").read_text()
+    assert served_model(tls_server, old) == "stub"
+    make_certificate(tmp_path)
+    new = (tmp_path / "cert.pem").read_text()
+    deadline = time.monotonic() + 20
+    while True:  # the first look at the files is up to a second away
+        try:
+            assert served_model(tls_server, new) == "stub"
+            break
+        except httpx.ConnectError:
+            assert time.monotonic() < deadline
+    with pytest.raises(httpx.ConnectError):
+        served_model(tls_server, old)
+    (tmp_path / "key.pem").write_text("no key at all")
+    assert served_model(tls_server, new) == "stub"
+    assert "the TLS certificate stays as it was" in caplog.text

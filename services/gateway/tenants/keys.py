@@ -27,6 +27,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from services.file_stamp import stamp
 from services.gateway.tenants.limits import Limits, Meter
 
 KEY_PREFIX = "kvb_"
@@ -90,7 +91,7 @@ class KeyRing:
     def __init__(self, path: Path) -> None:
         """Raises KeyFileError."""
         self.path = path
-        self._seen = _stamp(path)
+        self._seen = stamp(path)
         self._identities: list[tuple[bytes, Identity]] = []
         self._replace(read_keys(path))
 
@@ -104,10 +105,10 @@ class KeyRing:
 
     def reload_if_changed(self) -> bool:
         """Raises KeyFileError once for each change that cannot be used."""
-        stamp = _stamp(self.path)
-        if stamp == self._seen:
+        found = stamp(self.path)
+        if found == self._seen:
             return False
-        self._seen = stamp
+        self._seen = found
         self._replace(read_keys(self.path))
         return True
 
@@ -148,12 +149,3 @@ def read_keys(path: Path) -> list[KeyEntry]:
         if len(set(values)) != len(values):
             raise KeyFileError(f"{path}: two keys have the same {what}")
     return entries
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    """Changes with the file, a symbolic link that is turned elsewhere included."""
-    try:
-        status = path.stat()
-    except OSError:
-        return ()
-    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -1,125 +1,67 @@
-"""CPU that one gateway process spends on a streamed token and on a request, with stub workers. JSON to stdout.
+"""CPU that one gateway process spends on a streamed token and on a request, and the time to first token it adds.
+JSON to stdout.
 
-The gateway runs in a process of its own, as a person would start it; workers and clients share this one. A stub
-decode worker sends one token to every stream at each tick, as an engine does at each step, so that tokens arrive
-one frame at a time. Reported is the gateway's CPU time, which a noisy machine changes less than wall time.
+    clients (stream_client) -> gateway, as a person would start it -> prefill and decode stubs (stub_workers)
+
+Each in a process of its own. CPU is the gateway's alone, from its process clock, less what it takes when idle; a
+noisy machine changes it less than wall time. Per token: streams in full flow, nothing begins or ends. Per request:
+answers of two tokens through the pair, as many at a time as there were streams. Added time to first token: from the
+client's request to its first token, less what the stubs held back themselves, of requests that come one by one
+while the streams flow; the client's own work and the loopback are in it.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import psutil
-
-from tests.support.stub_system import SECRET, Server
-from tests.support.stub_worker import Behaviour, Fabric, StubWorker
+from benchmarks.cpu_time import process_cpu_s
+from services.lifecycle import bind
+from tests.support.stub_system import SECRET
 from tests.support.text_model import make_text_model
 
-TICK_S = 0.01
-WARM_UP_TOKENS = 50
 READY_S = 60.0
+SETTLE_S = 1.0
+"""After streams have begun, and after they have been closed."""
+PROBE_LANES = 2
 
 
-class Tick:
-    """Wakes every stream at once, each `TICK_S`."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    async def run(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            event, self._event = self._event, asyncio.Event()
-            event.set()
-
-    async def wait(self) -> None:
-        await self._event.wait()
-
-
-@dataclass(frozen=True)
-class Cpu:
-    """CPU seconds, apart for our own code and the kernel's: waking a sleeping peer is charged to who wrote."""
-
-    user_s: float
-    system_s: float
-
-    def since(self, before: Cpu) -> Cpu:
-        return Cpu(self.user_s - before.user_s, self.system_s - before.system_s)
-
-    def us_per(self, count: int, name: str) -> dict[str, float]:
-        total = self.user_s + self.system_s
-        return {
-            f"cpu_us_per_{name}": round(total / count * 1e6, 1),
-            f"user_us_per_{name}": round(self.user_s / count * 1e6, 1),
-        }
-
-
-@dataclass(frozen=True)
-class Stand:
-    """A running gateway process, and what is in front of and behind it."""
-
-    session: aiohttp.ClientSession
-    url: str
-    process: psutil.Process
-    decode: StubWorker
-    tick: Tick
-
-    def cpu(self) -> Cpu:
-        times = self.process.cpu_times()
-        return Cpu(times.user, times.system)
-
-
-async def main() -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", default="1,32", help="numbers of concurrent streams")
-    parser.add_argument("--tokens", type=int, default=4000, help="output tokens of each measurement, at least")
-    parser.add_argument("--requests", type=int, default=300, help="short requests of the measurement per request")
+    parser.add_argument("--streams", default="1,32,256", help="numbers of concurrent streams")
+    parser.add_argument("--tick-ms", type=float, default=40.0, help="between two tokens of a stream")
+    parser.add_argument("--flow-s", type=float, default=5.0, help="seconds of full flow in each measurement")
+    parser.add_argument("--probes", type=int, default=150, help="requests whose time to first token is taken")
+    parser.add_argument("--requests", type=int, default=150, help="short requests of a measurement, at least")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--checkout", type=Path, default=Path.cwd(), help="start the gateway from this checkout")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        model = make_text_model(Path(folder) / "m", context_tokens=1 << 20)
-        workers = [StubWorker(role, SECRET, Fabric(), output=[300] * (1 << 16)) for role in ("prefill", "decode")]
-        workers[0].fabric = workers[1].fabric
-        servers = [Server(worker) for worker in workers]
-        for server in servers:
-            await server.start()
-        tick = Tick()
-        ticking = asyncio.create_task(tick.run())
-        gateway = start_gateway(model, [server.url for server in servers])
-        try:
-            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-                stand = Stand(session, gateway.url, psutil.Process(gateway.popen.pid), workers[1], tick)
-                await wait_ready(stand)
-                print(json.dumps(await measure(stand, args), indent=2))
-        finally:
-            gateway.popen.terminate()
-            gateway.popen.wait(20)
-            ticking.cancel()
-            for server in servers:
-                await server.stop()
-
-
-async def measure(stand: Stand, args: argparse.Namespace) -> dict[str, Any]:
-    await stream(stand, WARM_UP_TOKENS)
-    streams = [int(count) for count in args.streams.split(",")]
-    return {
+    counts = [int(count) for count in args.streams.split(",")]
+    with ExitStack() as stack:
+        stand = stack.enter_context(_stand(args))
+        idle_cores = stand.idle_cores()
+        runs = [{count: stand.measure(count, args, idle_cores) for count in counts} for _ in range(args.repeats)]
+    result = {
         "benchmark": "gateway",
-        "tick_s": TICK_S,
-        "streaming": [await per_token(stand, count, -(-args.tokens // count)) for count in streams],
-        "per_request": await per_request(stand, args.requests),
-        "idle_cores": await idle(stand),
-        "python_loop_ns": python_loop_ns(),
+        "tick_ms": args.tick_ms,
+        "repeats": args.repeats,
+        "idle_cores": round(idle_cores, 4),
+        "load_average": round(os.getloadavg()[0], 1),
+        "streams": {count: _summary([run[count] for run in runs]) for count in counts},
     }
+    print(json.dumps(result, indent=2))
 
 
 def python_loop_ns() -> float:
@@ -131,84 +73,136 @@ def python_loop_ns() -> float:
     return round((time.process_time() - began) / 3_000_000 * 1e9, 1)
 
 
-async def per_token(stand: Stand, num_streams: int, num_tokens: int) -> dict[str, Any]:
-    """Every stream in full flow; the requests' own cost is in it, spread over their tokens."""
-    before, began = stand.cpu(), time.monotonic()
-    await asyncio.gather(*(stream(stand, num_tokens) for _ in range(num_streams)))
-    used, wall_s = stand.cpu().since(before), time.monotonic() - began
-    return {
-        "streams": num_streams,
-        "tokens_per_stream": num_tokens,
-        **used.us_per(num_streams * num_tokens, "token"),
-        "wall_s": round(wall_s, 2),
-    }
+class Peer:
+    """A process that answers each line with one line, both JSON."""
 
+    def __init__(self, module: str, *args: str) -> None:
+        command = [sys.executable, "-m", f"benchmarks.{module}", *args]
+        self._popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-async def per_request(stand: Stand, num_requests: int) -> dict[str, Any]:
-    """A pair's whole passage with two output tokens, one after another."""
-    before = stand.cpu()
-    for _ in range(num_requests):
-        await stream(stand, 2)
-    return {"requests": num_requests, **stand.cpu().since(before).us_per(num_requests, "request")}
+    def ask(self, *words: Any) -> Any:
+        assert self._popen.stdin is not None, "a pipe"
+        self._popen.stdin.write(json.dumps(words) + "\n")
+        self._popen.stdin.flush()
+        return self.hear()
 
+    def hear(self) -> Any:
+        assert self._popen.stdout is not None, "a pipe"
+        line = self._popen.stdout.readline()
+        assert line, "a process of the benchmark has ended"
+        return json.loads(line)
 
-async def idle(stand: Stand) -> float:
-    before = stand.cpu()
-    await asyncio.sleep(3)
-    used = stand.cpu().since(before)
-    return round((used.user_s + used.system_s) / 3, 4)
-
-
-async def stream(stand: Stand, num_tokens: int) -> None:
-    stand.decode.plan.append(Behaviour(pause=stand.tick.wait))
-    body = {
-        "model": "stub",
-        "messages": [{"role": "user", "content": "Hello there"}],
-        "max_tokens": num_tokens,
-        "stream": True,
-    }
-    async with stand.session.post(stand.url + "/v1/chat/completions", json=body) as response:
-        assert response.status == 200, await response.text()
-        last = b""
-        async for chunk in response.content.iter_any():
-            last = chunk
-        assert last.endswith(b"data: [DONE]\n\n"), last
+    def stop(self) -> None:
+        assert self._popen.stdin is not None, "a pipe"
+        self._popen.stdin.close()
+        self._popen.wait(20)
 
 
 @dataclass(frozen=True)
-class GatewayProcess:
-    url: str
-    popen: subprocess.Popen[bytes]
+class Stand:
+    gateway_pid: int
+    workers: Peer
+    clients: Peer
+
+    def idle_cores(self) -> float:
+        self.clients.ask("requests", 50, 4, 0.0)
+        time.sleep(SETTLE_S)
+        used_s, wall_s = self._cpu_and_wall(lambda: time.sleep(5))
+        return used_s / wall_s
+
+    def measure(self, num_streams: int, args: argparse.Namespace, idle_cores: float) -> dict[str, Any]:
+        tick_s = args.tick_ms / 1000
+        self.clients.ask("open", num_streams)
+        time.sleep(SETTLE_S)
+        before = self.clients.ask("tokens")
+        used_s, wall_s = self._cpu_and_wall(lambda: time.sleep(args.flow_s))
+        num_tokens = self.clients.ask("tokens") - before
+        loop_ns = python_loop_ns()
+        added_s = self._added_ttft_s(args.probes, tick_s)
+        self.clients.ask("close")
+        time.sleep(SETTLE_S)
+        num_requests = max(args.requests, 2 * num_streams)
+        request_s, request_wall_s = self._cpu_and_wall(
+            lambda: self.clients.ask("requests", num_requests, num_streams, 0.0)
+        )
+        return {
+            "tokens_per_s": num_tokens / wall_s,
+            "python_loop_ns": loop_ns,
+            "cpu_us_per_token": (used_s - idle_cores * wall_s) / num_tokens * 1e6,
+            "cpu_us_per_request": (request_s - idle_cores * request_wall_s) / num_requests * 1e6,
+            "added_ttft_ms": [seconds * 1000 for seconds in added_s],
+        }
+
+    def _added_ttft_s(self, num_probes: int, tick_s: float) -> list[float]:
+        self.workers.ask()
+        ttft_s = self.clients.ask("requests", num_probes, PROBE_LANES, tick_s)
+        own_s = self.workers.ask()
+        return [seconds - own_s[f"{request_id}-1"] for request_id, seconds in ttft_s.items()]
+
+    def _cpu_and_wall(self, work: Callable[[], object]) -> tuple[float, float]:
+        cpu_s, wall_s = process_cpu_s(self.gateway_pid), time.monotonic()
+        work()
+        return process_cpu_s(self.gateway_pid) - cpu_s, time.monotonic() - wall_s
 
 
-def start_gateway(model: Path, workers: list[str]) -> GatewayProcess:
-    ports = [free_port(), free_port()]
+def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    added = [_p50_p99(run["added_ttft_ms"]) for run in runs]
+    return {
+        **{name: _spread([run[name] for run in runs]) for name in runs[0] if name != "added_ttft_ms"},
+        "added_ttft_p50_ms": _spread([p50 for p50, _ in added]),
+        "added_ttft_p99_ms": _spread([p99 for _, p99 in added]),
+    }
+
+
+def _p50_p99(values: list[float]) -> tuple[float, float]:
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    return cuts[49], cuts[98]
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    median, low, high = statistics.median(values), min(values), max(values)
+    return {"median": round(median, 2), "min": round(low, 2), "max": round(high, 2)}
+
+
+@contextmanager
+def _stand(args: argparse.Namespace) -> Iterator[Stand]:
+    with ExitStack() as stack:
+        model = make_text_model(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "m", context_tokens=1 << 20)
+        workers = Peer("stub_workers", "--tick-s", str(args.tick_ms / 1000))
+        stack.callback(workers.stop)
+        gateway, url = _start_gateway(model, workers.hear(), args.checkout)
+        stack.callback(gateway.wait, 20)
+        stack.callback(gateway.terminate)
+        _wait_ready(url)
+        clients = Peer("stream_client", "--url", f"{url}/v1/chat/completions")
+        stack.callback(clients.stop)
+        yield Stand(gateway.pid, workers, clients)
+
+
+def _start_gateway(model: Path, workers: list[str], checkout: Path) -> tuple[subprocess.Popen[bytes], str]:
+    public, admin = (_free_address() for _ in range(2))
     command = [sys.executable, "-m", "services.cli", "gateway", "--model", str(model), "--served-model-name", "stub"]
     command += ["--workers", ",".join(workers), "--local-prefill-max-tokens", "0", "--log-level", "warning"]
-    command += ["--listen", f"127.0.0.1:{ports[0]}", "--admin-listen", f"127.0.0.1:{ports[1]}"]
-    popen = subprocess.Popen(command, env=os.environ | {"KVBATON__SECRET": SECRET})
-    return GatewayProcess(f"http://127.0.0.1:{ports[0]}", popen)
+    command += ["--listen", public, "--admin-listen", admin]
+    environment = os.environ | {"KVBATON__SECRET": SECRET}
+    return subprocess.Popen(command, env=environment, cwd=checkout), f"http://{public}"
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+def _free_address() -> str:
+    with bind("127.0.0.1:0") as sock:
+        return f"127.0.0.1:{sock.getsockname()[1]}"
 
 
-async def wait_ready(stand: Stand) -> None:
-    async with asyncio.timeout(READY_S):
-        while True:
-            try:
-                async with stand.session.get(stand.url + "/ready") as response:
-                    if response.status == 200:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.1)
+def _wait_ready(url: str) -> None:
+    deadline = time.monotonic() + READY_S
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/ready", timeout=1):
+                return
+        except OSError:
+            assert time.monotonic() < deadline, f"the gateway was not ready within {READY_S:.0f} s"
+            time.sleep(0.1)
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

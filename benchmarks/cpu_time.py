@@ -16,6 +16,12 @@ def tree_cpu_s(pid: int | None = None) -> float:
     return own + sum(_cpu_s(child) for child in process.children(recursive=True))
 
 
+def process_cpu_s(pid: int) -> float:
+    """User and system time of all threads of one other process, in nanoseconds' resolution: its clock by the kernel's
+    own number for it (clock_getcpuclockid in <time.h>, which Python has for threads only). Linux."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
 def _cpu_s(process: psutil.Process) -> float:
     try:
         times = process.cpu_times()

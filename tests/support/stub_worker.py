@@ -120,6 +120,8 @@ class StubWorker:
     max_running: int | None = None
     """More calls at a time than this are answered busy."""
     plan: deque[Behaviour] = field(default_factory=deque)
+    usual: Behaviour = field(default_factory=Behaviour)
+    """Of calls for which nothing is on the plan."""
     calls: list[Call] = field(default_factory=list)
     num_requests: int = 0
     """What it says of itself: others' requests. Those of the gateway under test are the gateway's to count."""
@@ -157,7 +159,7 @@ class StubWorker:
         )
 
     async def _call(self, call: Call, receive: Any, send: Any) -> None:
-        behaviour = self.plan.popleft() if self.plan else Behaviour()
+        behaviour = self.plan.popleft() if self.plan else self.usual
         if behaviour.busy or (self.max_running is not None and self.num_running >= self.max_running):
             self.num_busy += 1
             await _answer(send, 200, protocol.encode_frame(Busy(message="full")))
